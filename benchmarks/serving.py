@@ -72,7 +72,7 @@ def make_served(folder: Path, keys: list[Any], rows: Any) -> Served:
         writer, order = RowFileWriter(served.files / name, DIM, "int8", "base", table), np.argsort(hashes)
         for part in np.array_split(order, 16):
             writer.append_encoded(hashes[part], rows[part])
-        tables.append(ServedTable(RowFileEntry(name, *writer.close(), len(table_keys), 0), None))
+        tables.append(ServedTable(RowFileEntry(name, *writer.close()), None))
     description = make_collection(len(keys)).embedding(EMBEDDING).spec.describe(RowState(), [], 0)
     entry = ServedEmbedding(EMBEDDING, tuple(tables), SnapshotEntry("", "", 0, 0), description)
     served.write_version(Version(1, "int8", 0, 1, None, (entry,)))

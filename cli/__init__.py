@@ -11,9 +11,9 @@ try:
     import rich  # noqa: F401  output imports rich's modules later
     import typer
 
-    from ..engine.errors import TierbedError
+    from ..engine.errors import ServingError, TierbedError
     from . import checkpoint, compare, doctor, export_import, options, serve, snapshot, store, watch
-    from .output import EXIT_INTERRUPTED, check_stdout, fail, print_interrupted
+    from .output import EXIT_IN_USE, EXIT_INTERRUPTED, EXIT_PROBLEM, check_stdout, fail, print_interrupted
 except KeyboardInterrupt:  # report Ctrl-C like `main`, without more imports
     if "--json" in sys.argv:
         print('{"error": "interrupted"}')
@@ -70,7 +70,16 @@ def main(arguments: list[str] | None = None) -> None:
             is_file_error = isinstance(error, OSError) and error.filename is not None  # stdout's OSErrors name no file
             if not (remedy or is_file_error or isinstance(error, TierbedError)):
                 raise  # any other exception is a bug in tierbed
-            fail(f"{error}{remedy}", as_json=as_json)
+            fail(f"{error}{remedy}", _find_exit_code(error), as_json)
+
+
+def _find_exit_code(error: Exception) -> int:
+    if isinstance(error, ServingError):
+        from ..serving.folder import LockedError
+
+        if isinstance(error, LockedError):
+            return EXIT_IN_USE
+    return EXIT_PROBLEM
 
 
 def _print_version(is_set: bool) -> None:

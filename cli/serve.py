@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,17 +18,6 @@ Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A serving folder
 Keep = Annotated[int, typer.Option(help="Number of latest versions to keep.", min=1)]
 Encoding = StrEnum("Encoding", ["int8", "float32", "bfloat16", "float16"])  # ENCODINGS of serving/version.py
 _HEADER = ["version", "", "encoding", "rows", "size", "new size", "step", "age"]
-
-
-@contextmanager
-def _exit_if_locked(as_json: bool) -> Iterator[None]:
-    """Exit with code `EXIT_IN_USE` if another process changes the folder."""
-    from ..serving.folder import LockedError
-
-    try:
-        yield
-    except LockedError as error:
-        output.fail(str(error), output.EXIT_IN_USE, as_json)
 
 
 def publish(
@@ -60,10 +47,9 @@ def publish(
     """
     begin = time.monotonic()
     check: Literal[False] | None = False if no_check else None
-    with _exit_if_locked(as_json):
-        version = serving.publish(
-            folder, snapshots, encoding.value, keep=keep, check=check, rebase=rebase, allow_older=allow_older
-        )
+    version = serving.publish(
+        folder, snapshots, encoding.value, keep=keep, check=check, rebase=rebase, allow_older=allow_older
+    )
     seconds = time.monotonic() - begin
     size = output.format_size(sum(file.bytes for file in version.files))
     contents = f"{version.rows:,} rows, {size}, step {version.step:,}"
@@ -128,8 +114,7 @@ def rollback(
 
     Example: tierbed serve rollback serving 11
     """
-    with _exit_if_locked(as_json):
-        serving.ServingFolder(folder).rollback(version)
+    serving.ServingFolder(folder).rollback(version)
     _report({"current": version, "hold": True}, f"readers are held at version {version}", as_json)
 
 
@@ -138,8 +123,7 @@ def release(folder: Folder, as_json: Json = False) -> None:
 
     Example: tierbed serve release serving
     """
-    with _exit_if_locked(as_json):
-        version = serving.ServingFolder(folder).release().version
+    version = serving.ServingFolder(folder).release().version
     _report({"current": version, "hold": False}, f"readers take version {version} and later ones", as_json)
 
 
@@ -148,8 +132,7 @@ def prune(folder: Folder, keep: Keep = 3, as_json: Json = False) -> None:
 
     Example: tierbed serve prune serving --keep 1
     """
-    with _exit_if_locked(as_json):
-        removed = serving.ServingFolder(folder).prune(keep)
+    removed = serving.ServingFolder(folder).prune(keep)
     _report({"removed": removed}, f"removed versions: {', '.join(map(str, removed)) or 'none'}", as_json)
 
 
@@ -162,8 +145,7 @@ def pull(
 
     Example: tierbed serve pull /mnt/models/serving serving
     """
-    with _exit_if_locked(as_json):
-        version = serving.pull(source, folder)
+    version = serving.pull(source, folder)
     _report(_make_entry(version), f"{str(folder)!r} has version {version.version}", as_json)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
@@ -47,11 +47,7 @@ class LockedError(ServingError):
 
 
 class ServingFolder:
-    """A folder that a publisher fills with versions, and that readers open.
-
-    Args:
-        path: The folder. Only a publish creates it.
-    """
+    """A folder that a publisher fills with versions, and that readers open. Only a publish or a pull creates it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).expanduser().absolute()
@@ -72,9 +68,14 @@ class ServingFolder:
 
     def read_current(self) -> Current:
         """Returns the version that readers take. Raises ServingError if none was published."""
-        if current := self._read(self.path / CURRENT, Current):
-            return current
-        raise self._make_missing_error(f"file {CURRENT}")
+        current = self.find_current()
+        if current.version == 0:
+            raise self._make_missing_error(f"file {CURRENT}")
+        return current
+
+    def find_current(self) -> Current:
+        """As `read_current`, but returns version 0 if none was published."""
+        return self._read(self.path / CURRENT, Current) or Current(0)
 
     def use_current(self, use: Callable[[Current], T]) -> T:
         """Call `use` with the version that readers take, and again if its files were removed. Raises ServingError."""
@@ -178,26 +179,20 @@ class ServingFolder:
 
     def remove_old(self, keep: int) -> list[int]:
         """As `prune`, for a caller that has locked the folder."""
-        removed = self.list_versions()[:-keep]
-        with suppress(MissingVersionError):  # no publish has been completed
-            removed = [version for version in removed if version != self.read_current().version]
-        self.remove_versions(removed)
+        current = self.find_current().version
+        removed = [version for version in self.list_versions()[:-keep] if version != current]
+        self.clean(removed)
         return removed
 
-    def remove_versions(self, versions: list[int]) -> None:
-        """Remove versions, and files that no version names. Call with the folder locked. Raises ServingError."""
-        with self.convert_errors("prune"):
+    def clean(self, versions: Sequence[int] = ()) -> None:
+        """Remove these versions, and files that no version names. Call with the folder locked. Raises ServingError."""
+        with self.convert_errors("clean"):
             for version in versions:
                 self._find_version(version).unlink()
             if versions:  # a version must never outlive its files
                 fsync_dir(self._versions)
-        self.remove_unnamed()
-
-    def remove_unnamed(self) -> None:
-        """Remove files that no version names, for example after a killed publish. Call with the folder locked."""
-        named = {file.name for file in self.read_pending().files}
-        named.update(file.name for version in self.list_versions() for file in self.read_version(version).files)
-        with self.convert_errors("clean"):
+            named = {file.name for file in self.read_pending().files}
+            named.update(file.name for version in self.list_versions() for file in self.read_version(version).files)
             unfinished = [
                 path for folder in (self.path, self._versions) for path in folder.glob(f"{TEMPORARY_PREFIX}*")
             ]

@@ -107,13 +107,14 @@ class FrozenModel(nn.Module):
             own_name = name.removeprefix(_PROGRAM_PREFIX) if self._is_program else name
             names = [lookup.prefix + own_name, lookup.prefix + lookup.renamed.get(own_name, own_name)]
             published = next((published for published in names if published in tensors), None)
-            new = None if published is None else tensors[published]
-            if new is not None and (new.shape, new.dtype) != (weight.shape, weight.dtype):
+            if published is None:
+                continue
+            new = tensors[published]
+            if (new.shape, new.dtype) != (weight.shape, weight.dtype):
                 difference = f"{new.dtype} {list(new.shape)}, and the model's is {weight.dtype} {list(weight.shape)}"
                 problem = f"tensor {published!r} of version {version.version} is {difference}"
                 raise ServingError(f"{problem}: freeze the model that was published")
-            if new is not None:
-                memo[id(weight)] = nn.Parameter(new, requires_grad=False) if isinstance(weight, nn.Parameter) else new
+            memo[id(weight)] = nn.Parameter(new, requires_grad=False) if isinstance(weight, nn.Parameter) else new
         missing = [name for name, weight in weights.items() if name in self._state_names and id(weight) not in memo]
         if version.tensors is not None and missing:
             name = missing[0].removeprefix(_PROGRAM_PREFIX) if self._is_program else missing[0]

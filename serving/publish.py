@@ -6,11 +6,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from ..engine.checks import check_choice, check_flags, check_int
@@ -18,7 +16,7 @@ from ..engine.errors import OptionError, ServingError, SnapshotError
 from ..engine.signals import defer_signals
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.store.group_file import check_one_moment
-from .folder import MissingVersionError, ServingFolder
+from .folder import ServingFolder
 from .served import ServedVersion
 from .source import RowSource, SnapshotSource
 from .table_files import NewFiles, merge_base, write_bases, write_deltas
@@ -97,10 +95,8 @@ def publish_sources(
         raise OptionError(f"snapshots: there are two of embedding {doubled.pop()!r}; give one of each embedding")
     target = ServingFolder(folder)
     with target.lock("a publish", create=True):
-        target.remove_unnamed()
-        latest, current = target.read_latest(), Current(0)
-        with suppress(MissingVersionError):
-            current = target.read_current()
+        target.clean()  # a killed publish may have left files
+        latest, current = target.read_latest(), target.find_current()
         if latest is not None:
             _check_same_model(latest, sources)
             if tensors is None and latest.tensors is not None:
@@ -116,7 +112,7 @@ def publish_sources(
             step = max(source.origin.step for source in sources)
             version = Version(number, encoding, step, time.time_ns(), dense, embeddings)
             if check:
-                check(ServedVersion(target, version, "initial", torch.float32, None))
+                check(ServedVersion(target, version))
             files.sync()
             with defer_signals():  # a version must not exist without its files
                 target.write_version(version)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from ..engine.durable import fsync_dir, make_temporary_path
-from ..engine.errors import ServingError
-from .folder import PENDING, MissingVersionError, ServingFolder
+from ..engine.errors import ServingError, undo_on_error
+from .folder import PENDING, ServingFolder
 from .version import Current, ServedFile, Version
 
 
@@ -31,23 +31,6 @@ def pull(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Vers
     if (target.path / PENDING).exists():
         remedy = "give a publisher's folder first, and the folder of the copy second"
         raise ServingError(f"{str(target.path)!r} is the folder of a publisher: {remedy}")
-    with target.lock("a pull", create=True):
-        target.remove_unnamed()
-        current, version = _copy_version(origin, target)
-        try:
-            before = target.read_current()
-        except MissingVersionError:
-            before = Current(0)
-        if before != current:
-            target.write_version(version)
-            target.write_current(current)
-            kept = before.version, version.version  # a reader may be about to open the version before
-            target.remove_versions([number for number in target.list_versions() if number not in kept])
-    return version
-
-
-def _copy_version(origin: ServingFolder, target: ServingFolder) -> tuple[Current, Version]:
-    """Copy the files of the current version. Raises ServingError."""
 
     def copy(current: Current) -> tuple[Current, Version]:
         version = origin.read_version(current.version)
@@ -57,7 +40,16 @@ def _copy_version(origin: ServingFolder, target: ServingFolder) -> tuple[Current
             fsync_dir(target.files)
         return current, version
 
-    return origin.use_current(copy)
+    with target.lock("a pull", create=True):
+        target.clean()
+        current, version = origin.use_current(copy)
+        before = target.find_current()
+        if before != current:
+            target.write_version(version)
+            target.write_current(current)
+            kept = before.version, version.version  # a reader may be about to open the version before
+            target.clean([number for number in target.list_versions() if number not in kept])
+    return version
 
 
 def _copy_file(origin: ServingFolder, target: ServingFolder, file: ServedFile) -> None:
@@ -66,13 +58,9 @@ def _copy_file(origin: ServingFolder, target: ServingFolder, file: ServedFile) -
     if path.exists():  # complete, since only complete files get such a name, and names are not used twice
         return
     temporary = make_temporary_path(path)
-    with target.convert_errors("write to"):
-        try:
-            with temporary.open("wb") as copy:
-                copy.writelines(origin.read_file(file))
-                copy.flush()
-                os.fsync(copy.fileno())
-            temporary.rename(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    with target.convert_errors("write to"), undo_on_error(temporary.unlink, True):
+        with temporary.open("wb") as copy:
+            copy.writelines(origin.read_file(file))
+            copy.flush()
+            os.fsync(copy.fileno())
+        temporary.rename(path)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +14,8 @@ from numpy.typing import NDArray
 from ..engine import _core
 from ..engine.checksum import crc32
 from ..engine.errors import InputError, ServingError, StoreError
-from ..engine.row_format import Keys, to_float32
+from ..engine.row_format import to_float32
+from .merging import PIECE_ROWS, Piece, Pieces
 
 ENCODINGS = ("float32", "float16", "bfloat16", "int8")  # numbered as in the trailer
 TRAILER_BYTES = 4096
@@ -25,7 +24,8 @@ _MAGIC, _FORMAT = b"TBROWS\r\n", 1
 _LINE_BYTES = 64
 _PIECE_LINES = 1 << 16
 _HUGE_PAGE = 1 << 21
-_MAX_RECORDS = 2**32 - 1
+
+hash_rows = _core.hash_table_rows  # (table, keys [n]) -> hashes [n]; two keys of a table never have the same hash
 
 Hashes = NDArray[np.uint64]
 Encoded = NDArray[np.uint8]  # [n, row bytes]
@@ -37,17 +37,6 @@ def count_row_bytes(encoding: str, dim: int) -> int:
     return -(-bytes_ // 4) * 4
 
 
-def _make_record_dtype(kind: str, row_bytes: int) -> np.dtype[np.void]:
-    """Returns the dtype of a file's records. In a delta, `mark` is not 0 if the row was deleted."""
-    mark = [("mark", "<u4")] if kind == "delta" else []
-    return np.dtype([("hash", "<u8"), *mark, ("row", "u1", (row_bytes,))])
-
-
-def hash_rows(table: int, keys: Keys) -> Hashes:
-    """Returns the hash of each key [n]. Two keys of a table never have the same hash."""
-    return _core.hash_table_rows(table, keys)
-
-
 def encode(values: NDArray[np.float32], encoding: str, table: int | str, keys: NDArray[Any]) -> Encoded:
     """Encode rows [n, dim]. The table's number or description, and the rows' ids `keys` [n], are for error messages.
 
@@ -56,13 +45,10 @@ def encode(values: NDArray[np.float32], encoding: str, table: int | str, keys: N
     """
     rows = np.empty((len(values), count_row_bytes(encoding, values.shape[1])), np.uint8)
     if (bad := _core.encode_rows(values, encoding, rows)) < len(values):
-        finite = np.isfinite(values[bad])
-        value = values[bad][~finite][0] if not finite.all() else values[bad][np.abs(values[bad]).argmax()]
-        remedy = "delete or overwrite this row, then publish again"
-        if finite.all():
+        row, remedy = values[bad], "delete or overwrite this row, then publish again"
+        value, problem = row[np.abs(row).argmax()], "is not finite"  # argmax finds NaN too
+        if np.isfinite(value):
             problem, remedy = f"overflows {encoding}", f"publish with encoding='float32', or {remedy}"
-        else:
-            problem = "is not finite"
         raise InputError(f"row {keys[bad]} of table {table} has the value {value}, which {problem}: {remedy}")
     return rows
 
@@ -79,12 +65,10 @@ def decode(rows: Encoded, encoding: str, dim: int) -> NDArray[np.float32]:
 def compute_bound(values: NDArray[np.float32], encoding: str) -> NDArray[np.float64]:
     """Returns how far an encoded value may be from each of the values [n, dim], at most."""
     exact = np.abs(values.astype(np.float64))
-    if encoding == "float32":
-        return np.zeros_like(exact)
     if encoding != "int8":
-        return exact * 2.0 ** (-11 if encoding == "float16" else -8) + (
-            2.0**-25 if encoding == "float16" else 2.0**-134
-        )
+        bounds = {"float32": (0.0, 0.0), "float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
+        relative, absolute = bounds[encoding]
+        return exact * relative + absolute
     low, high = values.min(axis=1, keepdims=True).astype(np.float64), values.max(axis=1, keepdims=True)
     # half a step; scale and offset are rounded to float16, whose smallest number is 2^-24
     width = high - low + np.abs(low) * 2**-11
@@ -93,20 +77,16 @@ def compute_bound(values: NDArray[np.float32], encoding: str) -> NDArray[np.floa
 
 
 class RowFileWriter:
-    """Writes a row file. Its memory does not depend on the number of rows.
+    """Writes a row file, which must not exist. Its memory does not depend on the number of rows.
 
-    Args:
-        path: The file, which must not exist.
-        dim: The rows' width.
-        encoding: "float32", "float16", "bfloat16" or "int8".
-        kind: "base", or "delta", which can also hold marks of deleted rows.
-        table: The table's number.
+    dim: the rows' width. kind: "base", or "delta", which can also hold marks of deleted rows. table: its number.
     """
 
     def __init__(self, path: str | os.PathLike[str], dim: int, encoding: str, kind: str, table: int) -> None:
         self.path, self.row_bytes = Path(path), count_row_bytes(encoding, dim)
         self._fields = ENCODINGS.index(encoding), dim, table, int(kind == "delta")
-        self._dtype = _make_record_dtype(kind, self.row_bytes)
+        mark = [("mark", "<u4")] if kind == "delta" else []  # not 0 if the row was deleted
+        self._dtype = np.dtype([("hash", "<u8"), *mark, ("row", "u1", (self.row_bytes,))])
         self._num_records = self._num_deleted = self._checksum = 0
         self._last_hash = -1
         self._buffer = bytearray()
@@ -121,17 +101,15 @@ class RowFileWriter:
         records = np.zeros(len(hashes), self._dtype)
         records["hash"], records["row"] = hashes, rows
         if is_deleted is not None and is_deleted.any():
-            if "mark" not in self._dtype.fields:  # type: ignore[operator]
-                raise ValueError("only deltas hold marks of deleted rows")
-            records["mark"] = is_deleted
+            records["mark"] = is_deleted  # raises ValueError in a base
             self._num_deleted += int(is_deleted.sum())
         self._last_hash = int(hashes[-1])
         self._num_records += len(hashes)
         self._write(records.data.cast("B"))
 
-    def close(self) -> tuple[int, int]:
-        """Complete the file and make it durable. Returns its size and the crc32 of all of it. Raises OSError."""
-        if self._num_records > _MAX_RECORDS:
+    def close(self) -> tuple[int, int, int, int]:
+        """Complete and sync the file. Returns its size, crc32, and numbers of rows and of marks. Raises OSError."""
+        if self._num_records >= 2**32:
             raise ServingError(f"{str(self.path)!r} would have {self._num_records:,} rows: split the table")
         with self._file:
             size = self._num_records * self._dtype.itemsize
@@ -147,7 +125,7 @@ class RowFileWriter:
             trailer = fields.ljust(TRAILER_BYTES - 4, b"\0")
             self._write(trailer + crc32(trailer).to_bytes(4, "little"), is_last=True)
             os.fsync(self._file.fileno())
-            return self._file.tell(), self._checksum
+            return self._file.tell(), self._checksum, self._num_records - self._num_deleted, self._num_deleted
 
     def abort(self) -> None:
         """Close an incomplete file. Does nothing after `close`."""
@@ -170,47 +148,28 @@ class RowFile:
     """An open row file. Raises ServingError if it is truncated, foreign, or its trailer is damaged."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
         try:
             self._native = _core.RowFile(str(path))
         except StoreError as error:
             raise ServingError(f"{error}. Publish again with rebase=True, or restore the file from a copy") from error
-        file = self._native
-        self.dim, self.table, self.num_records, self.num_deleted = (
-            file.dim,
-            file.table,
-            file.num_records,
-            file.num_deleted,
-        )
-        self.encoding, self.kind = ENCODINGS[file.encoding], "delta" if file.is_delta else "base"
-        dtype = _make_record_dtype(self.kind, count_row_bytes(self.encoding, self.dim))
-        empty = np.empty(0, dtype)  # NumPy maps no empty arrays
-        self._records = np.memmap(path, dtype, "r", shape=self.num_records) if self.num_records else empty
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Unmap the file. Arrays that were returned remain valid."""
-        del self._native, self._records
+        shape = self._native.shape
+        # NumPy maps no empty arrays
+        self._records = np.memmap(path, np.uint8, "r", shape=shape) if shape[0] else np.empty(shape, np.uint8)
 
     def find(self, hashes: Hashes) -> tuple[NDArray[np.bool_], Encoded]:
-        """Look up rows as lookups do. Returns which hashes have a row, and the rows [n, row bytes], else zeros."""
+        """Look up rows as lookups do. Returns which hashes have a row, and the rows [n, row bytes] of these."""
         numbers = self._native.find(hashes)
         is_present = numbers >= 0
-        rows = np.zeros((len(hashes), count_row_bytes(self.encoding, self.dim)), np.uint8)
-        records = self._records[numbers[is_present]]
-        rows[is_present] = records["row"]
-        if self.kind == "delta":
-            is_present[is_present] = records["mark"] == 0
-        return is_present, rows
+        found = self._copy_records(self._records[numbers[is_present]])
+        is_present[is_present] = ~found.is_deleted
+        return is_present, found.rows[~found.is_deleted]
 
-    def pieces(self, max_rows: int = 1 << 16) -> Iterator[tuple[Hashes, Encoded, NDArray[np.bool_]]]:
-        """Yields the records as (hashes [n], encoded rows [n, row bytes], is_deleted [n]), by ascending hash."""
-        for begin in range(0, self.num_records, max_rows):
-            records = np.array(self._records[begin : begin + max_rows])
-            is_deleted = records["mark"] != 0 if self.kind == "delta" else np.zeros(len(records), np.bool_)
-            yield records["hash"].copy(), records["row"].copy(), is_deleted
+    def pieces(self, max_rows: int = PIECE_ROWS) -> Pieces:
+        """Yields the records, by ascending hash."""
+        for begin in range(0, len(self._records), max_rows):
+            yield self._copy_records(self._records[begin : begin + max_rows])
+
+    def _copy_records(self, mapped: NDArray[np.uint8]) -> Piece:
+        records, row_offset = np.array(mapped), self._native.row_offset
+        hashes = records[:, :8].copy().view(np.uint64)[:, 0]
+        return Piece(hashes, records[:, row_offset:].copy(), records[:, 8:row_offset].sum(axis=1) != 0)

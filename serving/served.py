@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from copy import copy
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any, Literal, Protocol, Self
@@ -39,7 +38,7 @@ from ..engine.threads import Thread
 from .folder import ServingFolder
 from .metrics import collect
 from .settings import pack_settings
-from .version import Current, ServedEmbedding, Version
+from .version import Current, Version
 
 Unknown = Literal["initial", "zeros"]
 log = logging.getLogger("tierbed")
@@ -50,31 +49,21 @@ class ServedRows:
 
     def __init__(
         self,
-        entry: ServedEmbedding,
-        folder: ServingFolder,
+        spec: TableSpec,
+        paths: list[tuple[str, str]],
         unknown: Unknown,
         output_dtype: torch.dtype,
         previous: ServedRows | None,
     ) -> None:
-        """Open the files, except those that `previous` has open too. Raises StoreError."""
-        self.spec, self.output_dtype = entry.spec, output_dtype
+        """Open each table's base and delta, if it is not "", except what `previous` has open. Raises StoreError."""
+        self.spec, self.output_dtype, self._paths, self._unknown = spec, output_dtype, paths, unknown
         self._dtype_name = OUTPUT_DTYPES[output_dtype]
-        self._unknown = unknown
-        self._paths = [
-            (str(folder.find_file(table.base)), "" if table.delta is None else str(folder.find_file(table.delta)))
-            for table in entry.tables
-        ]
         older = None if previous is None else previous.native
-        self.native: _core.ServedTables = _core.ServedTables(
-            bytes.fromhex(entry.settings), self._paths, unknown == "initial", older
-        )
+        self.native: _core.ServedTables = _core.ServedTables(pack_settings(spec), paths, unknown == "initial", older)
 
     def adapt(self, spec: TableSpec, output_dtype: torch.dtype) -> ServedRows:
         """Returns the same rows for a spec with other limits of ids. Files and counts are shared."""
-        rows = copy(self)
-        rows.spec, rows.output_dtype, rows._dtype_name = spec, output_dtype, OUTPUT_DTYPES[output_dtype]
-        rows.native = _core.ServedTables(pack_settings(spec), self._paths, self._unknown == "initial", self.native)
-        return rows
+        return ServedRows(spec, self._paths, self._unknown, output_dtype, self)
 
     def __call__(
         self,
@@ -163,20 +152,23 @@ class ServedVersion:
         self,
         folder: ServingFolder,
         record: Version,
-        unknown: Unknown,
-        output_dtype: torch.dtype,
-        previous: ServedVersion | None,
+        unknown: Unknown = "initial",
+        output_dtype: torch.dtype = torch.float32,
+        previous: ServedVersion | None = None,
     ) -> None:
         self.version, self.step, self.created = record.version, record.step, record.created
         self.tensors_path: Path | None = None if record.tensors is None else folder.find_file(record.tensors)
-        self.embeddings: dict[str, ServedRows]
+        self.embeddings: dict[str, ServedRows] = {}
         self.models: dict[int, nn.Module] = {}
         older = {} if previous is None else previous.embeddings
         try:
-            self.embeddings = {
-                entry.name: ServedRows(entry, folder, unknown, output_dtype, older.get(entry.name))
-                for entry in record.embeddings
-            }
+            for entry in record.embeddings:
+                paths = [
+                    (str(folder.find_file(table.base)), str(folder.find_file(table.delta)) if table.delta else "")
+                    for table in entry.tables
+                ]
+                rows = ServedRows(entry.spec, paths, unknown, output_dtype, older.get(entry.name))
+                self.embeddings[entry.name] = rows
             self.tensors = None if self.tensors_path is None else load_file(self.tensors_path)
         except (StoreError, OSError, SafetensorError) as error:
             remedy = "publish again with rebase=True, or roll back to another version"

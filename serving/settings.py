@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -20,26 +21,12 @@ _HAS_PADDING, _HAS_ZERO_KEY = 1, 2
 def make_spec(description: Mapping[str, Any]) -> TableSpec:
     """Make the spec of a version's embedding. Raises OptionError, TypeError or KeyError if options are invalid."""
     dtypes, key_types = ({name: dtype for dtype, name in names.items()} for names in (DTYPES, KEY_TYPES))
-    count = len(description["tables"])
-    tables = [
-        make_table_options(options, name, ids, bad_ids)
-        for options, name, ids, bad_ids in zip(
-            description["tables"],
-            read_table_names(description),
-            description.get("ids") or [None] * count,
-            description.get("bad_ids") or [None] * count,
-            strict=True,
-        )
-    ]
-    spec = make_table_spec(
-        description["name"],
-        description["columns"],
-        key_types[description["key_type"]],
-        tables,
-        description["padding_idx"],
-        description["seed"],
-        dtypes[description["dtype"]],
-    )
+    options, names = description["tables"], read_table_names(description)
+    ids, bad_ids = (description.get(field) or [None] * len(options) for field in ("ids", "bad_ids"))
+    tables = [make_table_options(*each) for each in zip(options, names, ids, bad_ids, strict=True)]
+    name, columns, padding_idx, seed = itemgetter("name", "columns", "padding_idx", "seed")(description)
+    key_type, dtype = key_types[description["key_type"]], dtypes[description["dtype"]]
+    spec = make_table_spec(name, columns, key_type, tables, padding_idx, seed, dtype)
     return replace(spec, zero_key=description.get("zero_key"))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..engine.checksum import crc32
 from ..engine.durable import fsync_dir, fsync_file
 from ..engine.errors import InputError, OptionError, ServingError
-from ..engine.row_format import EMBEDDING, Change, Keys
+from ..engine.row_format import EMBEDDING, Change, Keys, RowArray
 from .folder import ServingFolder
 from .merging import HashSorter, Piece, PieceCursor, Pieces, merge
 from .row_file import RowFile, RowFileWriter, compute_bound, decode, encode, hash_rows
@@ -65,9 +65,7 @@ class NewFiles(ExitStack):
             return
         if problem := self.folder.check_file(entry):
             raise ServingError(f"{problem}. Publish with rebase=True, which does not read it")
-        with RowFile(self.folder.find_file(entry)) as file:
-            for arrays in file.pieces():
-                yield Piece(*arrays)
+        yield from RowFile(self.folder.find_file(entry)).pieces()
 
     def write_tensors(self, tensors: Mapping[str, Tensor]) -> ServedFile:
         """Write dense weights. Raises OptionError, ServingError."""
@@ -101,7 +99,6 @@ class TableFile:
         self._writer = RowFileWriter(self.path, dim, files.encoding, kind, table)
         for close in (self._writer.abort, self._sorter.close):
             files.callback(close)
-        self._num_rows = self._num_deleted = 0
         self._canaries: list[tuple[NDArray[np.uint64], NDArray[np.float32]]] = []  # some rows, to look up at the end
 
     def add_rows(self, keys: Keys, values: NDArray[np.float32], is_signed: bool) -> None:
@@ -126,25 +123,23 @@ class TableFile:
         """Write rows with higher hashes than all before."""
         for piece in pieces:
             self._writer.append_encoded(*piece)
-            self._num_deleted += int(piece.is_deleted.sum())
-            self._num_rows += int((~piece.is_deleted).sum())
 
     def close(self) -> RowFileEntry:
         """Write the rest of the older rows, and make the file durable."""
         self.append(self._older.read_until(2**64 - 1))
-        size, checksum = self._writer.close()
+        entry = RowFileEntry(self.path.name, *self._writer.close())
         self._check_canaries()
-        return RowFileEntry(self.path.name, size, checksum, self._num_rows, self._num_deleted)
+        return entry
 
     def _check_canaries(self) -> None:
         """Look up some rows in the written file. Raises ServingError if they differ from those that were added."""
         if not self._canaries:
             return
         hashes, values = map(np.concatenate, zip(*self._canaries, strict=True))
-        with RowFile(self.path) as file:
-            is_present, rows = file.find(hashes)
-        errors = np.abs(decode(rows, self._encoding, self._dim) - values)
-        is_wrong = ~(is_present & (errors <= compute_bound(values, self._encoding)).all(axis=1))  # finds NaN too
+        is_present, rows = RowFile(self.path).find(hashes)
+        errors = np.abs(decode(rows, self._encoding, self._dim) - values[is_present])
+        is_wrong = ~is_present
+        is_wrong[is_present] = ~(errors <= compute_bound(values[is_present], self._encoding)).all(axis=1)  # NaN too
         if is_wrong.any():
             raise ServingError(
                 f"{str(self.path)!r} does not answer with the rows that were written, such as the one with hash "
@@ -154,8 +149,9 @@ class TableFile:
 
 def write_bases(files: NewFiles, source: RowSource) -> list[RowFileEntry]:
     """Write a base of each table with all rows. Raises SnapshotError, ServingError, InputError."""
+    name, dim = source.description["name"], source.row_format.dim
     with files.folder.convert_errors("write to"):
-        tables = [_make_file(files, source, table, "base") for table in range(len(source.description["tables"]))]
+        tables = [TableFile(files, name, table, "base", dim) for table in range(len(source.description["tables"]))]
         _write_changes(source, source.read_all(), lambda table: tables[table])
         return [table.close() for table in tables]
 
@@ -167,54 +163,49 @@ def write_deltas(
 
     old: the files with the rows before the changes. Raises SnapshotError, ServingError, InputError.
     """
-    tables: dict[int, TableFile] = {}
+    name, dim = source.description["name"], source.row_format.dim
+    new, tables = list(old), dict[int, TableFile]()
 
     def find_file(number: int) -> TableFile:
         if number not in tables:
-            tables[number] = _make_file(files, source, number, "delta", files.read(old[number].delta))
+            tables[number] = TableFile(files, name, number, "delta", dim, files.read(old[number].delta))
         return tables[number]
 
     with files.folder.convert_errors("write to"):
         _write_changes(source, changes, find_file)
-        deltas = {number: table.close() for number, table in tables.items()}
-    return [
-        ServedTable(table.base, delta, table.written + delta.rows + delta.deleted) if delta else table
-        for table, delta in ((table, deltas.get(number)) for number, table in enumerate(old))
-    ]
+        for number, table in tables.items():
+            delta = table.close()
+            new[number] = ServedTable(old[number].base, delta, old[number].written + delta.rows + delta.deleted)
+    return new
 
 
 def merge_base(files: NewFiles, embedding: ServedEmbedding, number: int, table: ServedTable) -> RowFileEntry:
     """Write a new base from a table's base and delta. Raises ServingError."""
     with files.folder.convert_errors("write to"):
-        new = TableFile(files, embedding.name, number, "base", embedding.dim)
+        new = TableFile(files, embedding.name, number, "base", embedding.spec.dim)
         pieces = merge(files.read(table.base), files.read(table.delta))
         new.append(piece.take(~piece.is_deleted) if piece.is_deleted.any() else piece for piece in pieces)
         return new.close()
 
 
-def _make_file(files: NewFiles, source: RowSource, table: int, kind: str, older: Iterable[Piece] = ()) -> TableFile:
-    return TableFile(files, source.description["name"], table, kind, source.row_format.dim, older)
-
-
 def _write_changes(source: RowSource, changes: Iterator[Change], find_file: Callable[[int], TableFile]) -> None:
     """Pass changes, which come by bucket, table and key, to the tables' files."""
     is_signed = source.description["key_type"] != "uint64"
-    for bucket, group in groupby(changes, key=itemgetter(0)):
-        file: TableFile | None = None
-        for _, rows, deleted in group:
-            tables = rows["table"].copy(), deleted["table"].copy()
-            for table in np.union1d(*tables).tolist():
-                if file is not (next_file := find_file(table)):
-                    if file is not None:
-                        file.end_bucket(bucket)
-                    file = next_file
-                new, gone = (
-                    part[slice(*np.searchsorted(numbers, [table, table + 1]))]
-                    for part, numbers in zip((rows, deleted), tables, strict=True)
-                )
-                if len(new):
-                    file.add_rows(new["key"].copy(), source.row_format.values(new, EMBEDDING), is_signed)
-                if len(gone):
-                    file.add_deleted(gone["key"].copy())
-        if file is not None:
-            file.end_bucket(bucket)
+    for (bucket, table), parts in groupby(_split_by_table(changes), key=itemgetter(0)):
+        file = find_file(table)
+        for _, rows, deleted in parts:
+            if len(rows):
+                file.add_rows(rows["key"].copy(), source.row_format.values(rows, EMBEDDING), is_signed)
+            if len(deleted):
+                file.add_deleted(deleted["key"].copy())
+        file.end_bucket(bucket)
+
+
+def _split_by_table(changes: Iterator[Change]) -> Iterator[tuple[tuple[int, int], RowArray, RowArray]]:
+    """Yields ((bucket, table), the table's rows, keys of its deleted rows)."""
+    for bucket, *both in changes:
+        tables = [part["table"].copy() for part in both]
+        for table in np.union1d(*tables).tolist():
+            bounds = [np.searchsorted(numbers, [table, table + 1]) for numbers in tables]
+            rows, deleted = (part[slice(*bound)] for part, bound in zip(both, bounds, strict=True))
+            yield (bucket, table), rows, deleted

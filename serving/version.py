@@ -89,10 +89,6 @@ class ServedEmbedding:
         """What lookups need to know of the embedding."""
         return make_spec(self.description)
 
-    @property
-    def dim(self) -> int:
-        return sum(self.description["columns"])
-
 
 @dataclass(frozen=True)
 class Version:

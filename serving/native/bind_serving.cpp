@@ -7,17 +7,10 @@
 #include "served_tables.h"
 
 namespace tierbed {
-namespace {
 
 using namespace serving;
 
-Encoding parse_encoding(const std::string& name) {
-    return name == "int8" ? Encoding::int8 : static_cast<Encoding>(parse_float_type(name));
-}
-
-using LinePieces = nb::ndarray<nb::numpy, u8, nb::ndim<2>>;
-
-void bind_row_files(nb::module_& m) {
+void bind_serving(nb::module_& m) {
     m.def(
         "hash_table_rows",
         [](u32 table, InVector<u64> keys) {
@@ -30,7 +23,8 @@ void bind_row_files(nb::module_& m) {
         "encode_rows",
         [](In<float, nb::ndim<2>> values, const std::string& encoding, Out<u8, nb::ndim<2>> out) {
             const u32 dim = static_cast<u32>(values.shape(1));
-            const Encoding type = parse_encoding(encoding);
+            const Encoding type =
+                encoding == "int8" ? Encoding::int8 : static_cast<Encoding>(parse_float_type(encoding));
             require(dim > 0 && out.shape(0) == values.shape(0) && out.shape(1) == count_row_bytes(type, dim),
                     "out must be [n, row bytes]");
             return without_gil([&] { return encode_rows(values.data(), values.shape(0), dim, type, out.data()); });
@@ -51,13 +45,9 @@ void bind_row_files(nb::module_& m) {
         });
     nb::class_<RowFile>(m, "RowFile")
         .def(nb::init<const std::string&>(), "path"_a, Unlocked())
-        .def_prop_ro("encoding", [](const RowFile& file) { return file.trailer.encoding; })
-        .def_prop_ro("dim", [](const RowFile& file) { return file.trailer.dim; })
-        .def_prop_ro("table", [](const RowFile& file) { return file.trailer.table; })
-        .def_prop_ro("is_delta", [](const RowFile& file) { return file.trailer.is_delta != 0; })
-        .def_prop_ro("stride", [](const RowFile& file) { return file.view.stride; })
-        .def_prop_ro("num_records", [](const RowFile& file) { return file.trailer.num_records; })
-        .def_prop_ro("num_deleted", [](const RowFile& file) { return file.trailer.num_deleted; })
+        // The shape of the file's records: how many there are, and their bytes.
+        .def_prop_ro("shape", [](const RowFile& file) { return std::pair(file.view.num_records, file.view.stride); })
+        .def_prop_ro("row_offset", [](const RowFile& file) { return file.view.row_offset; })
         // Returns each hash's record, or -1.
         .def("find", [](const RowFile& file, InVector<u64> hashes) {
             Buffer<i64> numbers(hashes.size());
@@ -67,23 +57,14 @@ void bind_row_files(nb::module_& m) {
             }
             return to_numpy(std::move(numbers));
         });
-}
-
-}  // namespace
-
-void bind_serving(nb::module_& m) {
-    bind_row_files(m);
     nb::class_<ServedTables>(m, "ServedTables")
         .def(
             "__init__",
             [](ServedTables* self, const nb::bytes& settings,
-               const std::vector<std::pair<std::string, std::string>>& paths, bool unknown_initial,
-               const ServedTables* previous) {
+               const std::vector<TablePaths>& paths, bool unknown_initial, const ServedTables* previous) {
                 const std::string bytes(settings.c_str(), settings.size());
-                std::vector<TablePaths> tables;
-                for (const auto& [base, delta] : paths) tables.push_back({base, delta});
                 nb::gil_scoped_release unlocked;
-                new (self) ServedTables(bytes, tables, unknown_initial, previous);
+                new (self) ServedTables(bytes, paths, unknown_initial, previous);
             },
             "settings"_a, "paths"_a, "unknown_initial"_a, "previous"_a.none() = nb::none())
         .def_prop_ro("metrics", &read_metrics<ServedTables>)
@@ -99,9 +80,6 @@ void bind_serving(nb::module_& m) {
                             out.shape(0) == arrays.num_bags && out.shape(1) == tables.dim(),
                         "out must be [bags, dim] of the dtype, 16-bit floats as uint16");
                 require(!weights || (arrays.is_pooled && weights->size() == arrays.num_ids), "weights must be [ids]");
-                const std::size_t num_tables = arrays.bags.features ? arrays.bags.num_columns : arrays.num_bags;
-                for (std::size_t i = 0; arrays.tables && i < num_tables; ++i)
-                    require(arrays.tables[i] < tables.num_tables(), "a table id is out of range");
                 const Lookup lookup{arrays.keys, arrays.tables,    arrays.num_bags,
                                     arrays.bags, arrays.is_pooled, weights ? weights->data() : nullptr,
                                     mean};

@@ -2,10 +2,10 @@
 #include "tierbed_serving.h"
 
 #include <cstdio>
-#include <cstring>
 #include <fstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "served_tables.h"
 
@@ -39,37 +39,27 @@ public:
         if (!skip(token)) throw std::runtime_error(name_ + ": no " + token + " at byte " + std::to_string(position_));
     }
     u64 read_number() {
-        const std::size_t begin = position_;
         u64 number = 0;
-        for (; is_digit() && position_ - begin < 18; ++position_) number = number * 10 + (text_[position_] - '0');
-        if (position_ == begin || is_digit()) throw std::runtime_error(name_ + ": it has an invalid number");
+        int digits = 0;
+        for (; peek() >= '0' && peek() <= '9'; ++digits) number = number * 10 + (read() - '0');
+        if (digits == 0 || digits > 18) throw std::runtime_error(name_ + ": it has an invalid number");
         return number;
     }
     std::string read_string() {
         expect("\"");
         std::string value;
-        for (;;) {
-            if (position_ + 1 >= text_.size()) throw std::runtime_error(name_ + ": it is truncated");
-            char c = text_[position_++];
-            if (c == '"') return value;
-            if (c == '\\') c = text_[position_++];  // names have no control characters
-            value += c;
-        }
+        for (char c = read(); c != '"'; c = read()) value += c == '\\' ? read() : c;  // names have no control characters
+        return value;
     }
-    // Skips a value of any kind.
+    // Skips a value of any kind, which ends before a , or the end of an object or array that began before it.
     void skip_value() {
-        int depth = 0;
-        do {
-            const char c = position_ < text_.size() ? text_[position_] : '\0';
-            if (c == '\0') throw std::runtime_error(name_ + ": it is truncated");
-            if (c == '"') {
+        for (int depth = 0; depth > 0 || !is_any(",}]");) {
+            depth += is_any("{[") - is_any("}]");
+            if (peek() == '"')
                 read_string();
-                continue;
-            }
-            if (depth == 0 && (c == ',' || c == '}' || c == ']')) return;
-            depth += (c == '{' || c == '[') - (c == '}' || c == ']');
-            ++position_;
-        } while (depth > 0 || !at_end_of_value());
+            else
+                read();
+        }
     }
     void skip_field(const std::string& name) {
         expect(",\"" + name + "\":");
@@ -86,10 +76,16 @@ public:
     }
 
 private:
-    bool is_digit() const { return position_ < text_.size() && text_[position_] >= '0' && text_[position_] <= '9'; }
-    bool at_end_of_value() const {
-        return position_ < text_.size() && std::strchr(",}]", text_[position_]) && text_[position_];
+    char peek() const {
+        if (position_ >= text_.size()) throw std::runtime_error(name_ + ": it is truncated");
+        return text_[position_];
     }
+    char read() {
+        const char c = peek();
+        ++position_;
+        return c;
+    }
+    bool is_any(std::string_view characters) const { return characters.find(peek()) != std::string_view::npos; }
 
     const std::string text_, name_;
     std::size_t position_ = 0;
@@ -163,9 +159,8 @@ tierbed_served* open_version(const std::string& folder, u64 version, const std::
         json.expect("]");
         for (const char* field : {"snapshot", "description"}) json.skip_field(field);
         json.expect(",\"settings\":");
-        const std::string settings = decode_hex(json.read_string());
         return new tierbed_served{folder, embedding, unknown_initial, version,
-                                  ServedTables(settings, paths, unknown_initial, previous)};
+                                  ServedTables(decode_hex(json.read_string()), paths, unknown_initial, previous)};
     } while (json.skip(","));
     throw std::runtime_error(folder + " has no embedding " + embedding);
 }
@@ -200,8 +195,6 @@ void look_up(const tierbed_served& served, const tierbed_lookup& arguments, void
     require(
         !is_pooled || (arguments.offsets[0] == 0 && static_cast<u64>(arguments.offsets[num_bags]) == arguments.num_ids),
         "offsets must ascend from 0 to num_ids");
-    for (u64 i = 0; arguments.table_ids && i < num_bags; ++i)
-        require(arguments.table_ids[i] < tables.num_tables(), "a table id is out of range");
     Bags bags;
     bags.offsets = arguments.offsets;
     const Lookup lookup{reinterpret_cast<const u64*>(arguments.ids),

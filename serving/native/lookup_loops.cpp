@@ -45,20 +45,10 @@ struct Int8Row {
 struct BagWalker {
     const Lookup& lookup;
     const u32 num_tables;
-    std::size_t row = 0, end = 0;  // a bag's output row, and the position after its last id
-    u32 table = 0;
+    std::size_t row = ~std::size_t{0}, end = 0;  // a bag's output row, and the position after its last id
+    u32 table = num_tables - 1;
 
-    BagWalker(const Lookup& all, u32 tables)
-        : lookup(all),
-          num_tables(tables),
-          bags_left_(all.num_bags),
-          row_step_(all.bags.features ? all.bags.num_columns : 1) {
-        row = ~std::size_t{0};
-        table = tables - 1;
-        offset_ = all.bags.offsets;
-        column_left_ = all.bags.features ? 0 : all.num_bags;
-    }
-    bool is_started() const { return bags_left_ != lookup.num_bags; }
+    BagWalker(const Lookup& all, u32 tables) : lookup(all), num_tables(tables) {}
     // Moves to the next bag. Returns false at the end. begin: receives the position of its first id.
     TIERBED_FN bool next(std::size_t& begin) {
         if (bags_left_ == 0) return false;
@@ -87,8 +77,9 @@ private:
         column_left_ = bags.batch_size;
     }
 
-    std::size_t bags_left_, column_left_, row_step_, column_ = 0;
-    const i64* offset_;
+    std::size_t bags_left_ = lookup.num_bags, column_left_ = lookup.bags.features ? 0 : lookup.num_bags;
+    std::size_t row_step_ = lookup.bags.features ? lookup.bags.num_columns : 1, column_ = 0;
+    const i64* offset_ = lookup.bags.offsets;
 };
 
 // The ids of a window.
@@ -139,7 +130,7 @@ TIERBED_FN void fill(const LookupJob& job, Window& window, BagWalker& walker, st
         window.hashes[i] = hash_row(table, key);
         window.base[i] = view.base.find_line(window.hashes[i]);
         prefetch(window.base[i].line);
-        if (job.has_deltas && view.delta.num_records) {
+        if (view.delta.num_records) {
             window.delta[i] = view.delta.find_line(window.hashes[i]);
             prefetch(window.delta[i].line);
         }
@@ -181,7 +172,7 @@ TIERBED_FN bool find_candidates(const LookupJob& job, Window& window, u32 record
             is_crowded |= position.line->is_crowded();
             record = file.find_candidate(*position.line, position.fingerprint);
         };
-        if (job.has_deltas && view.delta.num_records) find(view.delta, window.delta[i]);
+        if (view.delta.num_records) find(view.delta, window.delta[i]);
         window.is_delta[i] = record != nullptr;
         if (!record) find(view.base, window.base[i]);
         window.records[i] = record;
@@ -259,7 +250,7 @@ struct BagSum {
     // Finishes bags until the current one has another id, or all bags are finished.
     TIERBED_FN void next() {
         while (left == 0) {
-            if (walker.is_started()) finish();
+            if (sum) finish();
             std::size_t begin;
             if (!walker.next(begin)) return;
             left = walker.end - begin;

@@ -42,49 +42,21 @@ u32 compute_crc32(const void* bytes, std::size_t size) {
 }
 
 RowFile::RowFile(const std::string& file_path) : path(file_path) {
-    const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    struct stat status = {};
-    if (descriptor < 0 || fstat(descriptor, &status) != 0) {
-        const std::string problem = std::strerror(errno);
-        if (descriptor >= 0) close(descriptor);
-        throw std::runtime_error("cannot open " + path + ": " + problem);
-    }
-    size_ = S_ISREG(status.st_mode) ? static_cast<std::size_t>(status.st_size) : 0;
-    void* memory = size_ >= sizeof(Trailer) ? mmap(nullptr, size_, PROT_READ, MAP_SHARED, descriptor, 0) : MAP_FAILED;
-    const std::string problem =
-        size_ < sizeof(Trailer) ? "it is no row file, or it was truncated" : std::strerror(errno);
-    close(descriptor);
-    if (memory == MAP_FAILED) throw std::runtime_error("cannot map " + path + ": " + problem);
-    memory_ = static_cast<const u8*>(memory);
-    try {
-        std::memcpy(&trailer, memory_ + size_ - sizeof(Trailer), sizeof(Trailer));
-        check_trailer(size_);
-    } catch (...) {
-        munmap(memory, size_);
-        throw;
-    }
-    const u32 row_offset = trailer.is_delta ? 12 : 8;
-    const u64 stride = row_offset + count_row_bytes(encoding(), trailer.dim);
-    const u64 directory = align(trailer.num_records * stride);
-    view = {reinterpret_cast<const DirectoryLine*>(memory_ + directory),
-            memory_,
-            trailer.num_root_lines,
-            trailer.num_lines,
-            trailer.num_records,
-            static_cast<u32>(stride),
-            row_offset};
-    // Lookups should not wait for page faults in the directory, nor in a delta, which is new after each refresh.
-    madvise(memory, size_, MADV_RANDOM);
-    const u64 begin = trailer.is_delta ? 0 : directory / 4096 * 4096;
-    madvise(static_cast<u8*>(memory) + begin, size_ - begin, MADV_POPULATE_READ);
-}
-
-RowFile::~RowFile() { munmap(const_cast<u8*>(memory_), size_); }
-
-void RowFile::check_trailer(std::size_t size) {
     const auto require = [&](bool condition, const char* problem) {
         if (!condition) throw std::runtime_error(path + ": " + problem);
     };
+    const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (descriptor < 0) throw std::runtime_error("cannot open " + path + ": " + std::strerror(errno));
+    struct stat status = {};
+    const bool is_file = fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode);
+    const std::size_t size = is_file ? static_cast<std::size_t>(status.st_size) : 0;
+    void* memory = size >= sizeof(Trailer) ? mmap(nullptr, size, PROT_READ, MAP_SHARED, descriptor, 0) : MAP_FAILED;
+    const std::string problem = size < sizeof(Trailer) ? "it is no row file, or it was truncated" : std::strerror(errno);
+    close(descriptor);
+    if (memory == MAP_FAILED) throw std::runtime_error("cannot map " + path + ": " + problem);
+    memory_ = std::shared_ptr<void>(memory, [size](void* mapped) { munmap(mapped, size); });
+    u8* const bytes = static_cast<u8*>(memory);
+    std::memcpy(&trailer, bytes + size - sizeof(Trailer), sizeof(Trailer));
     require(std::memcmp(trailer.magic, MAGIC, sizeof trailer.magic) == 0, "it is no row file, or it was truncated");
     require(compute_crc32(&trailer, offsetof(Trailer, checksum)) == trailer.checksum,
             "it is damaged: the checksum of its trailer does not match");
@@ -94,9 +66,22 @@ void RowFile::check_trailer(std::size_t size) {
     require(trailer.num_records <= MAX_RECORDS && trailer.num_root_lines > 0 &&
                 trailer.num_root_lines <= trailer.num_lines && trailer.num_lines <= MAX_RECORDS,
             "its trailer has invalid counts");
-    const u64 stride = (trailer.is_delta ? 12 : 8) + count_row_bytes(encoding(), trailer.dim);
-    require(align(trailer.num_records * stride) + trailer.num_lines * sizeof(DirectoryLine) + sizeof(Trailer) == size,
+    const u32 row_offset = trailer.is_delta ? 12 : 8;
+    const u32 stride = row_offset + static_cast<u32>(count_row_bytes(encoding(), trailer.dim));
+    const u64 directory = align(trailer.num_records * stride);
+    require(directory + trailer.num_lines * sizeof(DirectoryLine) + sizeof(Trailer) == size,
             "its size does not match its trailer");
+    view = {reinterpret_cast<const DirectoryLine*>(bytes + directory),
+            bytes,
+            trailer.num_root_lines,
+            trailer.num_lines,
+            trailer.num_records,
+            stride,
+            row_offset};
+    // Lookups should not wait for page faults in the directory, nor in a delta, which is new after each refresh.
+    madvise(memory, size, MADV_RANDOM);
+    const u64 begin = trailer.is_delta ? 0 : directory / 4096 * 4096;
+    madvise(bytes + begin, size - begin, MADV_POPULATE_READ);
 }
 
 DirectoryBuilder::DirectoryBuilder(const u8* records, u64 num_records, u32 stride)

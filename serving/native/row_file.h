@@ -26,8 +26,6 @@ class RowFile {
 public:
     // Throws std::runtime_error if the file cannot be read, or is no intact row file.
     explicit RowFile(const std::string& path);
-    ~RowFile();
-    RowFile(const RowFile&) = delete;
 
     Encoding encoding() const { return static_cast<Encoding>(trailer.encoding); }
 
@@ -36,10 +34,7 @@ public:
     FileView view;
 
 private:
-    void check_trailer(std::size_t size);
-
-    const u8* memory_ = nullptr;
-    std::size_t size_ = 0;
+    std::shared_ptr<void> memory_;
 };
 
 // Encodes values [n, dim] to out [n, row bytes]; all encodings but float32 round to nearest even. Returns the first row

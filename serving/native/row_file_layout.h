@@ -69,9 +69,10 @@ struct FileView {
     u64 num_root_lines, num_lines, num_records;
     u32 stride, row_offset;  // a record: its hash, in deltas 4 bytes that are not 0 if the row is deleted, its row
 
-    TIERBED_FN LinePosition find_line(u64 hash) const {
-        const unsigned __int128 position = scale(hash, num_root_lines);
-        return {lines + static_cast<u64>(position >> 64), static_cast<u16>(static_cast<u64>(position) >> 48)};
+    TIERBED_FN LinePosition find_line(u64 hash) const { return find_line_in(0, scale(hash, num_root_lines)); }
+    TIERBED_FN LinePosition find_line_in(u64 first_line, unsigned __int128 position) const {
+        return {lines + first_line + static_cast<u64>(position >> 64),
+                static_cast<u16>(static_cast<u64>(position) >> 48)};
     }
     // Returns the line below a crowded line.
     TIERBED_FN LinePosition find_line_below(const DirectoryLine& crowded, u64 hash) const {
@@ -80,9 +81,7 @@ struct FileView {
         if (hash < range.low || range.shift >= 64 || (range.shift > 0 && offset >> (64 - range.shift)) ||
             range.num_lines == 0 || range.first_line > num_lines || range.num_lines > num_lines - range.first_line)
             return {nullptr, 0};
-        const unsigned __int128 position = scale(offset << range.shift, range.num_lines);
-        return {lines + range.first_line + static_cast<u64>(position >> 64),
-                static_cast<u16>(static_cast<u64>(position) >> 48)};
+        return find_line_in(range.first_line, scale(offset << range.shift, range.num_lines));
     }
     // Returns the first record with this fingerprint, or null. `find_line` computes line and fingerprint from a hash.
     TIERBED_FN const u8* find_candidate(const DirectoryLine& line, u16 fingerprint) const {

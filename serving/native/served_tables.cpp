@@ -23,30 +23,18 @@ const LookupLoops& choose_loops() {
 
 const LookupLoops& loops = choose_loops();
 
-class Reader {
-public:
-    explicit Reader(const std::string& bytes) : bytes_(bytes) {}
-
-    template <class T>
-    T read() {
-        return read_array<T>(1).front();
-    }
-    template <class T>
-    std::vector<T> read_array(std::size_t count) {
-        if (count > (bytes_.size() - position_) / sizeof(T))
-            throw std::runtime_error("a table's settings are truncated");
-        std::vector<T> values(count);
-        std::memcpy(values.data(), bytes_.data() + position_, count * sizeof(T));
-        position_ += count * sizeof(T);
-        return values;
-    }
-
-private:
-    const std::string& bytes_;
-    std::size_t position_ = 0;
-};
+// Returns the next values of `bytes` from `position`, which moves behind them.
+template <class T>
+std::vector<T> read(const std::string& bytes, std::size_t& position, std::size_t count) {
+    if (count > (bytes.size() - position) / sizeof(T)) throw std::runtime_error("a table's settings are truncated");
+    std::vector<T> values(count);
+    std::memcpy(values.data(), bytes.data() + position, count * sizeof(T));
+    position += count * sizeof(T);
+    return values;
+}
 
 constexpr u32 HAS_PADDING = 1, HAS_ZERO_KEY = 2;
+constexpr const char* COUNT_NAMES[] = {"lookups", "ids", "unknown", "delta", "dropped"};
 
 // Makes the initial row of an unknown id, as float32.
 const float* make_initial_row(const void* context, u32 table, u64 key, float* memory) {
@@ -63,26 +51,28 @@ const float* make_initial_row(const void* context, u32 table, u64 key, float* me
 }  // namespace
 
 Settings::Settings(const std::string& bytes) {
-    Reader reader(bytes);
+    std::size_t position = 0;
     const auto require = [](bool condition) {
         if (!condition) throw std::runtime_error("a table's settings are invalid");
     };
-    dim = reader.read<u32>();
-    num_tables = reader.read<u32>();
-    const u32 num_groups = reader.read<u32>(), row_type = reader.read<u32>(), flags = reader.read<u32>();
-    const u64 seed = reader.read<u64>(), padding = reader.read<u64>(), zero = reader.read<u64>();
+    const std::vector<u32> numbers = read<u32>(bytes, position, 5);
+    const std::vector<u64> keys = read<u64>(bytes, position, 3);
+    const u32 num_groups = numbers[2], row_type = numbers[3], flags = numbers[4];
+    const u64 seed = keys[0], padding = keys[1], zero = keys[2];
+    dim = numbers[0];
+    num_tables = numbers[1];
     require(dim > 0 && dim <= MAX_DIM && num_tables > 0 && num_groups > 0 && num_groups <= dim &&
             row_type < FLOAT_TYPES);
-    max_ids = reader.read_array<u64>(num_tables);
-    drops_illegal = reader.read_array<u32>(num_tables);
-    const std::vector<u32> columns = reader.read_array<u32>(num_groups);
+    max_ids = read<u64>(bytes, position, num_tables);
+    drops_illegal = read<u32>(bytes, position, num_tables);
+    const std::vector<u32> columns = read<u32>(bytes, position, num_groups);
     u64 sum = 0;
     for (u32 width : columns) sum += width;
     require(sum == dim);
     const std::size_t count = std::size_t{num_tables} * num_groups;
-    const std::vector<u32> kinds = reader.read_array<u32>(count);
-    const std::vector<float> parameters = reader.read_array<float>(2 * count);
-    const std::vector<double> quantiles = reader.read_array<double>(2 * count);
+    const std::vector<u32> kinds = read<u32>(bytes, position, count);
+    const std::vector<float> parameters = read<float>(bytes, position, 2 * count);
+    const std::vector<double> quantiles = read<double>(bytes, position, 2 * count);
     std::vector<InitialValues> values;
     for (std::size_t i = 0; i < count; ++i) {
         require(kinds[i] <= static_cast<u32>(Initial::normal));
@@ -90,8 +80,7 @@ Settings::Settings(const std::string& bytes) {
                           quantiles[2 * i + 1]});
     }
     if (flags & HAS_PADDING) padding_key = padding;
-    has_limits = false;
-    for (u64 max_id : max_ids) has_limits |= max_id != ~u64{0};
+    if (max_ids == std::vector<u64>(num_tables, ~u64{0})) max_ids.clear();
     layout = std::make_unique<Layout>(dim, std::vector<float>(), std::vector<u32>(), seed, columns, std::move(values),
                                       std::pair{static_cast<FloatType>(row_type), FloatType::float32}, 0,
                                       IdLinearizer(), flags & HAS_ZERO_KEY ? std::optional<u64>(zero) : std::nullopt);
@@ -103,15 +92,11 @@ ServedTables::ServedTables(const std::string& settings, const std::vector<TableP
     if (paths.size() != settings_.num_tables) throw std::runtime_error("a version has files of other tables");
     totals_ = previous ? previous->totals_ : std::make_shared<LookupTotals>();
     for (u32 table = 0; table < paths.size(); ++table) {
-        const auto base = open(paths[table].base, table, false, previous);
-        const auto delta = paths[table].delta.empty() ? nullptr : open(paths[table].delta, table, true, previous);
-        if (table == 0) encoding_ = base->encoding();
-        for (const auto& file : {base, delta})
-            if (file && file->encoding() != encoding_)
-                throw std::runtime_error(file->path + ": its encoding differs from that of the version's other files");
-        views_.push_back({base->view, delta ? delta->view : FileView{}});
-        has_deltas_ |= delta != nullptr;
-        files_.insert(files_.end(), {base, delta});
+        const auto& [base_path, delta_path] = paths[table];
+        const auto& base = files_.emplace_back(open(base_path, table, false, previous));
+        views_.push_back({base->view, {}});
+        const auto& delta = files_.emplace_back(delta_path.empty() ? nullptr : open(delta_path, table, true, previous));
+        if (delta) views_.back().delta = delta->view;
     }
 }
 
@@ -124,21 +109,23 @@ std::shared_ptr<RowFile> ServedTables::open(const std::string& path, u32 table, 
     const Trailer& trailer = file->trailer;
     if (trailer.dim != settings_.dim || trailer.table != table || trailer.is_delta != u32{is_delta})
         throw std::runtime_error(path + ": it is a file of another table or another kind than the version says");
+    if (!files_.empty() && file->encoding() != files_.front()->encoding())
+        throw std::runtime_error(path + ": its encoding differs from that of the version's other files");
     return file;
 }
 
 Metrics ServedTables::metrics() const {
     Metrics metrics;
-    metrics.counts = {{"lookups", totals_->lookups},
-                      {"ids", totals_->ids},
-                      {"unknown", totals_->unknown},
-                      {"delta", totals_->delta},
-                      {"dropped", totals_->dropped}};
+    for (std::size_t i = 0; i < totals_->counts.size(); ++i)
+        metrics.counts.emplace_back(COUNT_NAMES[i], totals_->counts[i].load());
     metrics.add("lookup", totals_->times);
     return metrics;
 }
 
 LookupCounts ServedTables::look_up(const Lookup& lookup, FloatType output_type, void* out) const {
+    const std::size_t num_table_ids = lookup.bags.features ? lookup.bags.num_columns : lookup.num_bags;
+    for (std::size_t i = 0; lookup.tables && i < num_table_ids; ++i)
+        if (lookup.tables[i] >= settings_.num_tables) throw std::invalid_argument("a table id is out of range");
     const Timer timer(totals_->times);
     constexpr std::size_t ON_STACK = 1024;
     float on_stack[ON_STACK];
@@ -149,24 +136,18 @@ LookupCounts ServedTables::look_up(const Lookup& lookup, FloatType output_type, 
                         views_.data(),
                         settings_.num_tables,
                         settings_.dim,
-                        has_deltas_,
                         settings_.padding_key.has_value(),
                         settings_.padding_key.value_or(0),
-                        settings_.has_limits ? settings_.max_ids.data() : nullptr,
+                        settings_.max_ids.empty() ? nullptr : settings_.max_ids.data(),
                         settings_.drops_illegal.data(),
                         unknown_initial_ ? make_initial_row : nullptr,
                         settings_.layout.get(),
                         size > ON_STACK ? on_heap.data() : on_stack};
     LookupCounts counts;
-    loops.look_up[static_cast<u32>(encoding_)][static_cast<u32>(output_type)](job, counts);
-    const auto add = [](std::atomic<u64>& total, u64 count) {
-        if (count) total.fetch_add(count, std::memory_order_relaxed);
-    };
-    add(totals_->lookups, 1);
-    add(totals_->ids, counts.ids);
-    add(totals_->unknown, counts.unknown);
-    add(totals_->delta, counts.delta);
-    add(totals_->dropped, counts.dropped);
+    loops.look_up[static_cast<u32>(files_.front()->encoding())][static_cast<u32>(output_type)](job, counts);
+    const u64 added[] = {1, counts.ids, counts.unknown, counts.delta, counts.dropped};
+    for (std::size_t i = 0; i < totals_->counts.size(); ++i)
+        if (added[i]) totals_->counts[i].fetch_add(added[i], std::memory_order_relaxed);
     return counts;
 }
 

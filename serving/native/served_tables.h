@@ -1,5 +1,6 @@
 // All tables of an embedding in one version.
 #pragma once
+#include <array>
 #include <atomic>
 #include <memory>
 #include <optional>
@@ -20,19 +21,16 @@ struct Settings {
 
     u32 dim, num_tables;
     std::optional<u64> padding_key;
-    std::vector<u64> max_ids;
+    std::vector<u64> max_ids;  // empty if all ids are legal
     std::vector<u32> drops_illegal;
-    bool has_limits;
     std::unique_ptr<const Layout> layout;  // makes initial rows
 };
 
-struct TablePaths {
-    std::string base, delta;  // delta: "" if there is none
-};
+using TablePaths = std::pair<std::string, std::string>;  // a table's base, and its delta or ""
 
 // Counts and times of all lookups. Later versions of the same embedding go on with them.
 struct LookupTotals {
-    std::atomic<u64> lookups{0}, ids{0}, unknown{0}, delta{0}, dropped{0};
+    std::array<std::atomic<u64>, 5> counts{};  // COUNT_NAMES in served_tables.cpp
     Histogram times;
 };
 
@@ -45,11 +43,10 @@ public:
                  const ServedTables* previous);
 
     u32 dim() const { return settings_.dim; }
-    u32 num_tables() const { return settings_.num_tables; }
-    Encoding encoding() const { return encoding_; }
     Metrics metrics() const;
 
-    // Writes rows to out [bags, dim]. Returns the counts, with the first illegal id. The arguments must be valid.
+    // Writes rows to out [bags, dim]. Returns the counts, with the first illegal id. Throws std::invalid_argument if a
+    // table id is out of range. The other arguments must be valid.
     LookupCounts look_up(const Lookup& lookup, FloatType output_type, void* out) const;
 
 private:
@@ -58,8 +55,6 @@ private:
 
     const Settings settings_;
     const bool unknown_initial_;
-    Encoding encoding_ = Encoding::float32;
-    bool has_deltas_ = false;
     std::vector<std::shared_ptr<RowFile>> files_;  // [2 * tables]: base and delta; null if there is no delta
     std::vector<TableView> views_;
     std::shared_ptr<LookupTotals> totals_;

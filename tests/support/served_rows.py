@@ -27,9 +27,7 @@ def rows_of(folder: Path, version: Version | None = None) -> Rows:
         for number, table in enumerate(embedding.tables):
             for file in table.files:
                 counts = [0, 0]
-                with RowFile(opened.find_file(file)) as opened_file:
-                    pieces = [*opened_file.pieces()]
-                for hashes, encoded, is_deleted in pieces:
+                for hashes, encoded, is_deleted in RowFile(opened.find_file(file)).pieces():
                     for hash, row, gone in zip(hashes.tolist(), encoded, is_deleted.tolist(), strict=True):
                         rows[embedding.name, number, hash] = row.tobytes()
                         counts[gone] += 1
