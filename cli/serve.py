@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from .. import serving
 from ..engine.errors import ServingError
 from . import output
 from .arguments import Json
+
+if TYPE_CHECKING:
+    from .. import serving
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A serving folder.", show_default=False)]
 Keep = Annotated[int, typer.Option(help="Number of latest versions to keep.", min=1)]
@@ -45,6 +47,8 @@ def publish(
 
     Example: tierbed serve publish serving store/users/snapshots/monday store/items/snapshots/monday
     """
+    from .. import serving
+
     begin = time.monotonic()
     check: Literal[False] | None = False if no_check else None
     version = serving.publish(
@@ -62,6 +66,8 @@ def list_(folder: Folder, as_json: Json = False) -> None:
 
     Example: tierbed serve list serving
     """
+    from .. import serving
+
     opened = serving.ServingFolder(folder)
     current, versions = opened.read_current(), [opened.read_version(number) for number in opened.list_versions()]
     if as_json:
@@ -85,6 +91,8 @@ def verify(folder: Folder, as_json: Json = False) -> None:
 
     Example: tierbed serve verify serving
     """
+    from .. import serving
+
     opened = serving.ServingFolder(folder)
     damaged: dict[str, Exception] = {}
     sound = []
@@ -114,6 +122,8 @@ def rollback(
 
     Example: tierbed serve rollback serving 11
     """
+    from .. import serving
+
     serving.ServingFolder(folder).rollback(version)
     _report({"current": version, "hold": True}, f"readers are held at version {version}", as_json)
 
@@ -123,6 +133,8 @@ def release(folder: Folder, as_json: Json = False) -> None:
 
     Example: tierbed serve release serving
     """
+    from .. import serving
+
     version = serving.ServingFolder(folder).release().version
     _report({"current": version, "hold": False}, f"readers take version {version} and later ones", as_json)
 
@@ -132,6 +144,8 @@ def prune(folder: Folder, keep: Keep = 3, as_json: Json = False) -> None:
 
     Example: tierbed serve prune serving --keep 1
     """
+    from .. import serving
+
     removed = serving.ServingFolder(folder).prune(keep)
     _report({"removed": removed}, f"removed versions: {', '.join(map(str, removed)) or 'none'}", as_json)
 
@@ -145,6 +159,8 @@ def pull(
 
     Example: tierbed serve pull /mnt/models/serving serving
     """
+    from .. import serving
+
     version = serving.pull(source, folder)
     _report(_make_entry(version), f"{str(folder)!r} has version {version.version}", as_json)
 
