@@ -160,11 +160,14 @@ def _write_embeddings(
         else:
             if latest is not None:
                 is_other_run = old is not None and source.origin.run != old.snapshot.run
-                what = "is of another run than" if is_other_run else "is no increment of"
-                what = what if old else f"has another encoding than {latest.encoding} of"
-                message = "%r: all rows are written again, because %s %s version %d"
+                if old is None:
+                    reason = f"version {latest.version} has the encoding {latest.encoding}"
+                elif is_other_run:
+                    reason = f"{source.label} is of another run than version {latest.version}"
+                else:
+                    reason = f"{source.label} is no increment of version {latest.version}"
                 level = logging.WARNING if is_other_run else logging.INFO
-                log.log(level, message, str(files.folder.path), source.label, what, latest.version)
+                log.log(level, "%r: all rows are written again, because %s", str(files.folder.path), reason)
             tables = [ServedTable(base, None) for base in write_bases(files, source)]
         embeddings.append(ServedEmbedding(name, tuple(tables), source.origin, source.description))
     return tuple(embeddings)

@@ -209,7 +209,7 @@ class BoundModel(Protocol):
 
 _open_folders: WeakSet[Served] = WeakSet()
 # in a forked child, no thread ends a refresh that held a lock
-os.register_at_fork(after_in_child=lambda: [*map(Served._renew_lock, list(_open_folders))])
+os.register_at_fork(after_in_child=lambda: [*map(Served._renew_after_fork, list(_open_folders))])
 
 
 class Served:
@@ -227,7 +227,7 @@ class Served:
     def __repr__(self) -> str:
         return f"<serving folder {str(self._folder.path)!r}: {self._current or 'closed'}>"
 
-    def _renew_lock(self) -> None:
+    def _renew_after_fork(self) -> None:
         self._lock, self._stop_following = Lock(), Event()
 
     def add_model(self, model: BoundModel) -> None:

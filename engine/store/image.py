@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import islice
 from threading import Condition, RLock
 from time import perf_counter
 from typing import Any, Protocol, cast
@@ -176,10 +175,11 @@ class IncrementImage(MemoryImage):
         changes = self._read_changes()
         while True:
             with self._hold_lock():  # for many chunks: a wait for a step is longer than the read of a small bucket
-                end = perf_counter() + LOCK_SECONDS
-                chunks = list(islice(changes, 1))
-                while chunks and perf_counter() < end and (chunk := next(changes, None)) is not None:
+                end, chunks = perf_counter() + LOCK_SECONDS, list[Change]()
+                for chunk in changes:
                     chunks.append(chunk)
+                    if perf_counter() >= end:
+                        break
             if not chunks:
                 return
             yield from chunks
