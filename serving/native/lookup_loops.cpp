@@ -130,7 +130,7 @@ TIERBED_FN void fill(const LookupJob& job, Window& window, BagWalker& walker, st
         window.hashes[i] = hash_row(table, key);
         window.base[i] = view.base.find_line(window.hashes[i]);
         prefetch(window.base[i].line);
-        if (view.delta.num_records) {
+        if (job.has_deltas && view.delta.num_records) {
             window.delta[i] = view.delta.find_line(window.hashes[i]);
             prefetch(window.delta[i].line);
         }
@@ -172,7 +172,7 @@ TIERBED_FN bool find_candidates(const LookupJob& job, Window& window, u32 record
             is_crowded |= position.line->is_crowded();
             record = file.find_candidate(*position.line, position.fingerprint);
         };
-        if (view.delta.num_records) find(view.delta, window.delta[i]);
+        if (job.has_deltas && view.delta.num_records) find(view.delta, window.delta[i]);
         window.is_delta[i] = record != nullptr;
         if (!record) find(view.base, window.base[i]);
         window.records[i] = record;

@@ -29,7 +29,7 @@ struct LookupJob {
     void* out;  // [bags, dim]
     const TableView* tables;
     u32 num_tables, dim;
-    bool has_padding;
+    bool has_deltas, has_padding;  // without deltas, lookups read less of each table's view
     u64 padding_key;
     const u64* max_ids;        // [tables], or null if all ids are legal
     const u32* drops_illegal;  // [tables]

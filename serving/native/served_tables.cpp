@@ -97,6 +97,7 @@ ServedTables::ServedTables(const std::string& settings, const std::vector<TableP
         views_.push_back({base->view, {}});
         const auto& delta = files_.emplace_back(delta_path.empty() ? nullptr : open(delta_path, table, true, previous));
         if (delta) views_.back().delta = delta->view;
+        has_deltas_ |= delta != nullptr;
     }
 }
 
@@ -136,6 +137,7 @@ LookupCounts ServedTables::look_up(const Lookup& lookup, FloatType output_type, 
                         views_.data(),
                         settings_.num_tables,
                         settings_.dim,
+                        has_deltas_,
                         settings_.padding_key.has_value(),
                         settings_.padding_key.value_or(0),
                         settings_.max_ids.empty() ? nullptr : settings_.max_ids.data(),

@@ -55,6 +55,7 @@ private:
 
     const Settings settings_;
     const bool unknown_initial_;
+    bool has_deltas_ = false;
     std::vector<std::shared_ptr<RowFile>> files_;  // [2 * tables]: base and delta; null if there is no delta
     std::vector<TableView> views_;
     std::shared_ptr<LookupTotals> totals_;
