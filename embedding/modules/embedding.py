@@ -39,6 +39,7 @@ from ..saving.rows_reference import UNLOADABLE_ROWS
 from ..saving.sharded_handle import ShardedTableHandle
 from ..saving.table_handle import TableHandle
 from ..state_dict.saved_rows import EXTRA_STATE_KEY, ROWS_PREFIX
+from ..tables.local_table import close_collected
 from ..tables.names import make_provisional_name
 from .dense_rows import add_rows_to_state, convert_dense
 from .keyed_rows import KeyedRows, retry_if_replaced
@@ -409,7 +410,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                 except OptimizerError as error:
                     self._optimizer_error = error  # without the optimizer, rows can still be read
                     self._handle = self._make_handle(None, device, for_load)
-                weakref.finalize(self, self._handle.close_and_log)
+                weakref.finalize(self, close_collected, self._handle.close_and_log)
                 if self._handle.local.persistence.unusable_reason:
                     self._pending_references[:] = self._pending_references or [UNLOADABLE_ROWS]
             elif self._handle.device != device:

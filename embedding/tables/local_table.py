@@ -313,9 +313,6 @@ class LocalTable:
 
     def close_and_log(self) -> None:
         """Close when the embedding or the process ends. Logs errors, because no caller could catch them."""
-        if is_changing_groups():  # garbage may be collected anywhere; a save may need this thread's lock
-            Thread(target=self.close_and_log, name="tierbed-close", daemon=False).start()
-            return
         try:
             self.close()
         except Exception as error:
@@ -375,3 +372,16 @@ class LocalTable:
 def _is_compatible(stored: RowState, needed: RowState) -> bool:
     """True if rows with the state `stored` can be trained by an optimizer that needs the state `needed`."""
     return stored.names == needed.names and stored.rule in (None, needed.rule)
+
+
+def close_collected(close: Callable[[], None]) -> None:
+    """Call `close` after the garbage collector found an embedding. It may do so between any two lines of Python.
+
+    A thread of its own closes if a save may need this thread's lock. So it does inside an op's fake kernel, where torch
+    would run the fake kernels of the close's ops too.
+    """
+    in_fake_kernel = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
+    if is_changing_groups() or in_fake_kernel:
+        Thread(target=close, name="tierbed-close", daemon=False).start()
+    else:
+        close()

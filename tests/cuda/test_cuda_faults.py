@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 from torch.overrides import TorchFunctionMode
 
 from support.cuda_emulation import EmulatedDevice
-from support.cuda_tables import DeviceTable, on_devices, tables_on, tensor
+from support.cuda_tables import DeviceTable, on_devices, on_processors, tables_on, tensor
 from support.embeddings import DIM, contents, make, train
 from support.refusals import check_refusal
 from support.rows import Table
@@ -152,6 +156,30 @@ def test_a_mistake_in_the_last_step_costs_no_rows(tmp_path: Path, device: Device
         assert contents(again).tobytes() == before.tobytes()
         assert progress(again) == (2, 1)
         again.close()
+
+
+@on_processors
+@pytest.mark.parametrize("store", ["device", "cached_host"])
+def test_an_embedding_collected_inside_a_fake_kernel_loses_no_rows(
+    tmp_path: Path, device: Device, store: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tables_on(device) as place:
+        embedding = make(options(store, tmp_path), "adam").to(place)
+        step(embedding, [1, 2])
+        before = contents(embedding)
+        keys = torch._C._dispatch_tls_local_exclude_set()
+        mode = FakeTensorMode()
+        with mode, in_kernel_invocation_manager(mode):  # as while a graph is traced
+            del embedding
+            gc.collect()
+        for closing in threading.enumerate():
+            if closing.name == "tierbed-close":
+                closing.join()
+        gc.collect()
+        assert str(torch._C._dispatch_tls_local_exclude_set()) == str(keys)
+        assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+        with make(options(store, tmp_path, open="error"), "adam").to(place) as again:
+            assert contents(again).tobytes() == before.tobytes()
 
 
 @on_devices

@@ -105,7 +105,6 @@ def test_snapshots_of_what_captured_steps_changed(place: torch.device, tmp_path:
             assert contents(graph.rows).tobytes() == expected
 
 
-@pytest.mark.slow  # under three workers, it once left torch's dispatch keys of the main thread changed
 @on_one_device
 def test_a_snapshot_that_another_thread_asks_for_is_of_whole_steps(place: torch.device, tmp_path: Path) -> None:
     pair = Pair(place, lambda name: Model("rowwise", tmp_path / name))
