@@ -97,7 +97,10 @@ def verify(folder: Folder, as_json: Json = False) -> None:
     damaged: dict[str, Exception] = {}
     sound = []
     problems: dict[str, str] = {}  # by file, since versions share files
-    for number in opened.list_versions():
+    numbers = opened.list_versions()
+    if not numbers:
+        opened.read_current()  # a missing folder is not damaged: this raises
+    for number in numbers:
         try:
             files = opened.read_version(number).files
             problems |= {file.name: opened.check_file(file) for file in files if file.name not in problems}

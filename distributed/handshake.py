@@ -95,7 +95,7 @@ class Handshake:
 
     def _raise_on_all_ranks(self) -> NoReturn:
         rank_group, error = self._rank_group, self._local_error
-        own_error = None if error is None else {"kind": type(error).__name__, "message": _to_text(str(error))}
+        own_error = None if error is None else {"kind": _name_kind(error), "message": _to_text(str(error))}
         report = msgpack.packb({"op": self._op, "same": _to_texts(self._shared_values), "error": own_error})
         reports = [msgpack.unpackb(data) for data in rank_group.exchange_bytes(self._op, report)]
         errors_by_rank = {rank: report["error"] for rank, report in enumerate(reports) if report["error"] is not None}
@@ -118,6 +118,12 @@ def _hash(value: Any) -> int:
         return zlib.crc32(msgpack.packb(value, default=repr))
     except (ValueError, OverflowError):  # a number or text that msgpack cannot encode
         return zlib.crc32(repr(value).encode(errors="backslashreplace"))
+
+
+def _name_kind(error: BaseException) -> str:
+    """Return the name of the error's class, or of its closest base class that all ranks know."""
+    names = (kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
+    return next(names, type(error).__name__)
 
 
 def _to_text(value: object) -> str:

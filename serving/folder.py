@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -52,6 +54,7 @@ class ServingFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).expanduser().absolute()
         self._versions, self.files = self.path / "versions", self.path / "files"
+        self._is_locked = False
 
     def find_file(self, file: ServedFile) -> Path:
         """Returns the path of a version's file."""
@@ -122,7 +125,13 @@ class ServingFolder:
 
     @contextmanager
     def lock(self, user: str, create: bool = False) -> Iterator[None]:
-        """Lock the folder against other publishers. create: True to create it if it is missing. Raises ServingError."""
+        """Lock the folder against other publishers. Does nothing if this object has locked it. Raises ServingError.
+
+        create: True for a caller that will write files: create the folder if it is missing, and remove unnamed files.
+        """
+        if self._is_locked:
+            yield
+            return
         if not create and not self._versions.is_dir():
             raise self._make_missing_error("versions")
         with self.convert_errors("open"):
@@ -133,8 +142,12 @@ class ServingFolder:
             with self.convert_errors("sync"):
                 for path in (self._versions, self.path):  # a killed process may have changed them just before
                     fsync_dir(path)
+            if create:
+                self.clean()  # a killed publisher may have left files
+            self._is_locked = True
             yield
         finally:
+            self._is_locked = False
             lock.release()
 
     def _wait_for_lock(self, user: str) -> FileLock:
@@ -198,7 +211,12 @@ class ServingFolder:
             ]
             unnamed = [self.files / name for name in set(os.listdir(self.files)) - named if _FILE_NAME.fullmatch(name)]
             for path in (*unfinished, *unnamed):
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def make_parts_folder(self) -> Path:
+        """Make a folder for rows on their way to a version. A later `clean` removes it. Raises ServingError."""
+        with self.convert_errors("write to"):
+            return Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=self.path))
 
     def verify(self, version: int) -> list[str]:
         """Read all files of a version. Returns a text for each file that is missing or damaged."""

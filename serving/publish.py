@@ -74,11 +74,11 @@ def publish(
     opened = [each if isinstance(each, Snapshot) else Snapshot.open(Path(each)) for each in snapshots]
     check_one_moment([snapshot.description["name"] for snapshot in opened], opened)
     sources = [SnapshotSource(snapshot) for snapshot in opened]
-    return publish_sources(folder, sources, encoding, tensors, keep, check, rebase, allow_older)
+    return publish_sources(ServingFolder(folder), sources, encoding, tensors, keep, check, rebase, allow_older)
 
 
 def publish_sources(
-    folder: str | os.PathLike[str],
+    target: ServingFolder,
     sources: Sequence[RowSource],
     encoding: str,
     tensors: Mapping[str, Tensor] | None,
@@ -93,9 +93,7 @@ def publish_sources(
     names = [source.description["name"] for source in sources]
     if doubled := {name for name in names if names.count(name) > 1}:
         raise OptionError(f"snapshots: there are two of embedding {doubled.pop()!r}; give one of each embedding")
-    target = ServingFolder(folder)
     with target.lock("a publish", create=True):
-        target.clean()  # a killed publish may have left files
         latest, current = target.read_latest(), target.find_current()
         if latest is not None:
             _check_same_model(latest, sources)

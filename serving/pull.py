@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ..engine.durable import fsync_dir, make_temporary_path
-from ..engine.errors import ServingError, undo_on_error
+from ..engine.errors import OptionError, ServingError, undo_on_error
 from .folder import PENDING, ServingFolder
 from .version import Current, ServedFile, Version
 
@@ -25,9 +25,12 @@ def pull(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Vers
         The version.
 
     Raises:
+        OptionError: If `folder` is `source`.
         ServingError: If `source` has no version or is damaged, or `folder` is locked or unwritable.
     """
     origin, target = ServingFolder(source), ServingFolder(folder)
+    if origin.path.resolve() == target.path.resolve():
+        raise OptionError(f"folder={str(folder)!r} is the source: give the path of the copy")
     if (target.path / PENDING).exists():
         remedy = "give a publisher's folder first, and the folder of the copy second"
         raise ServingError(f"{str(target.path)!r} is the folder of a publisher: {remedy}")
@@ -41,7 +44,6 @@ def pull(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Vers
         return current, version
 
     with target.lock("a pull", create=True):
-        target.clean()
         current, version = origin.use_current(copy)
         before = target.find_current()
         if before != current:

@@ -43,6 +43,7 @@ class BackgroundSnapshotJob:
         self, world: World, op: str, saves: list[TableSave], new_snapshots: NewSnapshots, part: CheckpointPart
     ) -> None:
         self.label, self._part = part.label, part
+        self.yields_to_saves = False  # True for a publish: the next save waits for it
         self._world, self._op, self._saves, self._new_snapshots = world, op, saves, new_snapshots
         self._threads: list[BackgroundSave] = []
         self._lock, self._ended_tables = Lock(), set[int | None]()

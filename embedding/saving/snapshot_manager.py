@@ -181,6 +181,8 @@ class SnapshotManager:
     def prepare_save(self, flushes: bool) -> None:
         """Prepare for a save. The caller does not hold the table's lock. flushes: True if the save will flush rows."""
         self.try_complete()
+        if self._background_save is not None and self._background_save.yields_to_saves:
+            self.wait_for_save()
         if self._shard is None and self.has_folder:
             self.require_store()
             if flushes:

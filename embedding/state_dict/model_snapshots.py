@@ -47,7 +47,7 @@ class ModelSnapshots(RowLoadingMixin):
             StoreError: If rows cannot be read or written.
             OptionError: If `kind` is invalid or does not fit, or the embeddings have different worlds.
         """
-        managers, world = self._list_managers(), _find_world(self._require_embeddings())
+        managers, world = self._list_managers(), find_world(self._require_embeddings())
         return save_together(world, managers, snapshot_name, kind, overwrite, background)
 
     def load_snapshot(self, snapshot_name: str) -> list[LoadReport]:
@@ -66,7 +66,7 @@ class ModelSnapshots(RowLoadingMixin):
             StoreError: If a store cannot be read or written.
             OptimizerError: If a snapshot contains another optimizer's state.
         """
-        managers, world = self._list_managers(for_load=True), _find_world(self._require_embeddings())
+        managers, world = self._list_managers(for_load=True), find_world(self._require_embeddings())
         reports = load_together(world, managers, snapshot_name)
         self.keep_rows()
         return reports
@@ -119,13 +119,13 @@ def save_rows(
         name := next((e.name for e in embeddings if not e.store_options.persistent_path), None)
     ):
         raise OptionError(f"kind='checkpoint': the rows of embedding {name!r} are in memory; leave kind out")
-    world, name = _find_world(embeddings), paths[0].name if paths else ""
+    world, name = find_world(embeddings), paths[0].name if paths else ""
     return save_together(world, managers, name, kind, background=part is not None, paths=paths, part=part)
 
 
 def load_rows(embeddings: Sequence[SnapshotEmbedding], paths: Sequence[Path], selection: Selection = ALL) -> None:
     """Load the rows of `embeddings[i]`, or a selection, from the snapshot `paths[i]`."""
-    world = _find_world(embeddings)
+    world = find_world(embeddings)
     managers = [embedding.table_handle(for_load=True).snapshot_manager for embedding in embeddings]
     have_folders = [selection.can_recover and e.store_options.persistent_path is not None for e in embeddings]
     for manager, has_folder, path in zip(managers, have_folders, paths, strict=True):
@@ -137,7 +137,7 @@ def load_rows(embeddings: Sequence[SnapshotEmbedding], paths: Sequence[Path], se
         embedding.keep_rows()
 
 
-def _find_world(embeddings: Sequence[SnapshotEmbedding]) -> World:
+def find_world(embeddings: Sequence[SnapshotEmbedding]) -> World:
     """Return the world that all embeddings have in common. Raises OptionError for different worlds."""
     worlds = {id(embedding.world): embedding.world for embedding in embeddings}
     if len(worlds) > 1:

@@ -242,13 +242,14 @@ class ChangeObservers:
         write: Callable[[Chunks], object],
         max_bytes: int = MAX_BEFORE_IMAGE_BYTES,
         parent_id: str | None = None,
+        consumer: str = SNAPSHOTS,
     ) -> BackgroundSave:
         """Start a thread that passes all current rows to `write`. `write` must not wait for a lock that steps hold.
 
         `label` names the snapshot in messages; the other arguments and errors are as in `open_image`.
         """
         with self._table.lock:
-            image = self.open_image(max_bytes, parent_id)
+            image = self.open_image(max_bytes, parent_id, consumer=consumer)
             with undo_on_error(image.close):
                 self.last_save = BackgroundSave(label, image, write, self._table.lock)
             return self.last_save

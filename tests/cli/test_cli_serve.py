@@ -60,6 +60,7 @@ def test_problems_have_exit_codes(cli: Cli, tmp_path: Path) -> None:
         found, out, err = cli.run(*words)
         assert (found, out) == (1, "")
         assert "has no" in err
+        assert "damaged" not in err
         assert not cli.store.exists()
     cli.says("publish", str(tmp_path / "s1"))
     cli.says("publish", str(tmp_path / "s2"))

@@ -18,7 +18,7 @@ from support.killed import Warm
 from support.limits import file_size_limit
 from support.served_rows import rows_of, save_finite
 from support.small_snapshots import flip_bit
-from tierbed import ServingError
+from tierbed import OptionError, ServingError
 from tierbed.serving import ServingFolder, open_served, publish, pull
 
 Folders = pytest.TempPathFactory
@@ -77,6 +77,8 @@ def test_only_missing_files_are_copied(tmp_path: Path) -> None:
     after = {path.name: path.stat().st_ino for path in copy.files.iterdir()}
     assert len(after.keys() - inodes.keys()) == 1
     assert inodes.items() <= after.items()
+    with pytest.raises(OptionError, match="is the source"):
+        pull(copy.path, tmp_path / "." / "copy")
 
 
 def test_a_damaged_source_changes_nothing(tmp_path: Path) -> None:
