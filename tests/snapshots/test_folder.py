@@ -213,6 +213,8 @@ def test_what_is_kept(tmp_path: Path, keep_last: int, keep_every: int | None, ba
     after=st.integers(0, 6),
 )
 @example(parents=[None, 0, None], keep_last=1, keep_every=None, base=2, after=1)  # a chain of two
+@example(parents=[None, None, 1, 2], keep_last=1, keep_every=None, base=0, after=5)  # a fold
+@example(parents=[None, 0, 1, None, None, 2], keep_last=1, keep_every=None, base=4, after=2)  # a kill in a fold
 def test_whatever_is_left_at_any_instant_can_be_read(
     tmp_path_factory: Folders, parents: list[int | None], keep_last: int, keep_every: int | None, base: int, after: int
 ) -> None:
@@ -234,18 +236,20 @@ def test_whatever_is_left_at_any_instant_can_be_read(
                 return target
 
             patch.setattr(Path, "rename", killed)
-            if after < len(plan.removed):
+            gone = names(plan.removed) + names(plan.folded)
+            if after < len(gone):
                 with pytest.raises(KeyboardInterrupt):
                     prune(store, keep_last, keep_every)
             else:
                 prune(store, keep_last, keep_every)
         there = list_snapshots(store.snapshots_path).snapshots
-        assert len(there) == len(snapshots) - min(after, len(plan.removed))
-        assert set(names(plan.retained)) <= set(names(there))
+        assert len(there) == len(snapshots) - min(after, len(gone))
+        left_over = [name for name in names(plan.retained) if name not in gone]
+        assert set(left_over) <= set(names(there))
         for snapshot in there:
             snapshot.verify()
-        assert names(prune(store, keep_last, keep_every).retained) == names(plan.retained)
-        assert names(list_snapshots(store.snapshots_path).snapshots) == names(plan.retained)
+        prune(store, keep_last, keep_every)
+        assert names(list_snapshots(store.snapshots_path).snapshots) == left_over
 
 
 def test_nothing_is_removed_where_a_manifest_is_damaged_or_an_argument_is_wrong(tmp_path: Path) -> None:
