@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
-import tempfile
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -23,6 +22,7 @@ from ..engine.durable import (
     make_folder,
     open_regular,
     read_record_bytes,
+    remove_folder,
     write_atomically,
 )
 from ..engine.errors import ServingError, undo_on_error
@@ -54,7 +54,6 @@ class ServingFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).expanduser().absolute()
         self._versions, self.files = self.path / "versions", self.path / "files"
-        self._is_locked = False
 
     def find_file(self, file: ServedFile) -> Path:
         """Returns the path of a version's file."""
@@ -125,13 +124,10 @@ class ServingFolder:
 
     @contextmanager
     def lock(self, user: str, create: bool = False) -> Iterator[None]:
-        """Lock the folder against other publishers. Does nothing if this object has locked it. Raises ServingError.
+        """Lock the folder against other publishers. Raises ServingError.
 
         create: True for a caller that will write files: create the folder if it is missing, and remove unnamed files.
         """
-        if self._is_locked:
-            yield
-            return
         if not create and not self._versions.is_dir():
             raise self._make_missing_error("versions")
         with self.convert_errors("open"):
@@ -147,7 +143,6 @@ class ServingFolder:
             self._is_locked = True
             yield
         finally:
-            self._is_locked = False
             lock.release()
 
     def _wait_for_lock(self, user: str) -> FileLock:
@@ -211,12 +206,18 @@ class ServingFolder:
             ]
             unnamed = [self.files / name for name in set(os.listdir(self.files)) - named if _FILE_NAME.fullmatch(name)]
             for path in (*unfinished, *unnamed):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                remove_folder(path) if path.is_dir() else path.unlink()
 
-    def make_parts_folder(self) -> Path:
-        """Make a folder for rows on their way to a version. A later `clean` removes it. Raises ServingError."""
+    def make_parts_folder(self, names: Sequence[str]) -> Path:
+        """Make a folder, with others in it, for rows on their way to a version. `clean` removes it.
+
+        Raises ServingError.
+        """
+        folder = self.path / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
         with self.convert_errors("write to"):
-            return Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=self.path))
+            for name in names:
+                (folder / name).mkdir(parents=True)
+        return folder
 
     def verify(self, version: int) -> list[str]:
         """Read all files of a version. Returns a text for each file that is missing or damaged."""

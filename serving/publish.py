@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -86,14 +87,15 @@ def publish_sources(
     check: Check,
     rebase: bool = False,
     allow_older: bool = False,
+    is_locked: bool = False,
 ) -> Version:
-    """As `publish`, for rows from anywhere."""
+    """As `publish`, for rows from anywhere. is_locked: True if the caller has locked the folder."""
     check_arguments(encoding, keep, check, rebase=rebase, allow_older=allow_older)
     sources = sorted(sources, key=lambda source: str(source.description["name"]))
     names = [source.description["name"] for source in sources]
     if doubled := {name for name in names if names.count(name) > 1}:
         raise OptionError(f"snapshots: there are two of embedding {doubled.pop()!r}; give one of each embedding")
-    with target.lock("a publish", create=True):
+    with nullcontext() if is_locked else target.lock("a publish", create=True):
         latest, current = target.read_latest(), target.find_current()
         if latest is not None:
             _check_same_model(latest, sources)

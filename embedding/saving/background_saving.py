@@ -29,6 +29,7 @@ class CheckpointPart:
     label: str
     write: Callable[[], None]  # writes everything except rows; called by one thread on each rank
     ending: ExitStack  # closed once all snapshots are complete, or with the error for which the save failed
+    yields_to_saves: bool = False  # True for a publish: the next save waits for it
 
 
 class BackgroundSnapshotJob:
@@ -43,7 +44,7 @@ class BackgroundSnapshotJob:
         self, world: World, op: str, saves: list[TableSave], new_snapshots: NewSnapshots, part: CheckpointPart
     ) -> None:
         self.label, self._part = part.label, part
-        self.yields_to_saves = False  # True for a publish: the next save waits for it
+        self.yields_to_saves = part.yields_to_saves
         self._world, self._op, self._saves, self._new_snapshots = world, op, saves, new_snapshots
         self._threads: list[BackgroundSave] = []
         self._lock, self._ended_tables = Lock(), set[int | None]()

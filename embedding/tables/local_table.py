@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from threading import main_thread
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -381,7 +382,7 @@ def close_collected(close: Callable[[], None]) -> None:
     would run the fake kernels of the close's ops too.
     """
     in_fake_kernel = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
-    if is_changing_groups() or in_fake_kernel:
-        Thread(target=close, name="tierbed-close", daemon=False).start()
-    else:
-        close()
+    if (is_changing_groups() or in_fake_kernel) and main_thread().is_alive():  # at exit, nothing waits for new threads
+        with suppress(RuntimeError):  # no thread could be started
+            return Thread(target=close, name="tierbed-close", daemon=False).start()
+    return close()

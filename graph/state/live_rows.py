@@ -17,11 +17,12 @@ from ...engine.options.table_spec import RUN_ID_FIELD
 from ...engine.row_format import ROW_KEY_DTYPE, Change, Chunks, RowArray, RowFormat
 from ...engine.table.background_save import BackgroundSave
 from ...engine.table.table import OpenTable
+from ...serving.folder import ServingFolder
 from ...serving.source import settle_changes
 from ...serving.version import SnapshotEntry
 from ...snapshots.files.format import HashShard, Kind, Manifest, Parent, RowFile, is_deletion
 from ...snapshots.files.reader import Snapshot, read_changes
-from ...snapshots.files.writer import ProgressCallback, convert_write_errors, write_changes
+from ...snapshots.files.writer import ProgressCallback, write_changes
 from ...snapshots.store.recovery_rule import EMPTY_RECORD
 from ...snapshots.store.save import SaveInputs, WrittenFiles
 from ...snapshots.store.selection import Selection, convert_rows
@@ -34,9 +35,9 @@ class LiveRows:
 
     catches_up = False  # new bases merge files, because the image contains only changed rows
 
-    def __init__(self, handle: Any, consumer: str, id: str, since: str | None) -> None:
+    def __init__(self, manager: Any, id: str, since: str | None, consumer: str) -> None:
         """`id` names these rows. `since` is the id of the folder's last version, if its changes are known."""
-        self.table: OpenTable = handle.local.table
+        self.table: OpenTable = manager.local.table
         self.consumer, self.since = consumer, since
         spec, self.stored = self.table.spec, self.table.describe()
         self.description = Selection(includes_state=False).describe(self.stored) | {
@@ -82,17 +83,19 @@ class LiveRows:
 class ShardSave(TableSave):
     """Writes one rank's rows, without optimizer state, to a folder where rank 0 reads the rows of all ranks."""
 
-    def __init__(self, rows: LiveRows, folder: Path, shard: HashShard) -> None:
+    def __init__(self, rows: LiveRows, target: ServingFolder, folder: Path, shard: HashShard) -> None:
         inputs = SaveInputs(rows.description, rows.origin.rows, rows.table.scan, EMPTY_RECORD, "", id=rows.origin.id)
         super().__init__(rows.table, None, folder, "full", inputs, None, shard, True, lambda id: None)
-        self._rows = rows
+        self._rows, self._target = rows, target
 
     def begin_in_background(self, write: Callable[[Chunks], None], max_bytes: int) -> BackgroundSave:
         rows, label = self._rows, f"a publish of {self._rows.label}"
-        return self.table.observers.save_in_background(label, write, max_bytes, rows.since, rows.consumer)
+        save = self.table.observers.save_in_background(label, write, max_bytes, rows.since, rows.consumer)
+        save.skip_pauses()
+        return save
 
     def write(self, progress: ProgressCallback | None = None, parts: Sequence[Chunks] = ()) -> None:
-        with convert_write_errors(self.folder, self.shard):
+        with self._target.convert_errors("write to"):
             files = write_changes(
                 self.folder, self.inputs.description, self._drop_state(parts[0]), progress, self.shard
             )

@@ -10,15 +10,11 @@ have written theirs, a thread of rank 0 publishes them.
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from pathlib import Path
-from threading import Event
-from time import monotonic
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,104 +24,16 @@ from ...embedding.saving.background_saving import BackgroundSnapshotJob, Checkpo
 from ...embedding.saving.table_save import TableSave
 from ...embedding.state_dict.model_snapshots import ModelSnapshots, find_world
 from ...embedding.tables.training_group import lock_between_steps
-from ...engine import _core
-from ...engine.errors import OptionError, undo_on_error
+from ...engine.errors import OptionError, ServingError, undo_on_error
 from ...engine.ops.embedding_base import EmbeddingBase
-from ...engine.threads import POLL_SECONDS, Thread
 from ...serving.folder import ServingFolder
 from ...serving.publish import Check, check_arguments, find_reusable, publish_sources
-from ...serving.version import Version, seal_record, unseal_record
+from ...serving.version import Version
 from ...snapshots.files.format import HashShard
 from ...snapshots.files.writer import NewSnapshots
 from ..trace.names import map_unwrapped_names
 from .live_rows import LiveRows, ShardSave
-
-log = logging.getLogger("tierbed")
-
-
-class PublishHandle:
-    """A publish that may still be running. If ranks share the rows, all ranks make each call."""
-
-    def __init__(self, label: str, publish: Callable[[Callable[[], None]], Version]) -> None:
-        """`publish` runs in a thread, and calls its argument once the model may be trained again."""
-        self.label, self._publish = label, publish
-        self._version: Version | None = None
-        self._error: BaseException | None = None
-        self._can_train, self._is_error_raised = Event(), False
-        self._thread = Thread(target=self._run, name="tierbed-publish")
-
-    def start(self) -> None:
-        """Start the thread. Returns once the model may be trained again."""
-        self._thread.start()
-        while not self._can_train.wait(POLL_SECONDS) and self._thread.is_alive():
-            pass
-
-    @property
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def wait(self, timeout: float | None = None) -> Version | None:
-        """Wait until the publish ends, for at most `timeout` seconds.
-
-        Returns:
-            The version, or None if the publish still runs.
-
-        Raises:
-            Exception: The error of the publish. Readers then keep the last version.
-        """
-        self._thread.join(timeout)
-        if self._error is not None:
-            self._is_error_raised = True
-            raise self._error
-        return self._version
-
-    def wait_for_next(self) -> None:
-        """Called before the next publish: wait, and raise an error that `wait` has not raised yet."""
-        if not self._is_error_raised:
-            self.wait()
-
-    def _run(self) -> None:
-        try:
-            _core.use_own_pool(1)  # not a lower priority too: on a busy machine, versions would take minutes
-            self._version = self._publish(self._can_train.set)
-        except BaseException as error:
-            self._error = error
-            log.error("%s failed: %s", self.label, error)
-        finally:
-            self._can_train.set()
-
-
-class RankPublishHandle(PublishHandle):
-    """A publish of rows that ranks share. Only rank 0 has a thread, from when all ranks have written their rows."""
-
-    def __init__(self, label: str, publish: Callable[[Callable[[], None]], Version], world: World) -> None:
-        super().__init__(label, publish)
-        self._world = world
-        self.rows: list[LiveRows] = []  # until they are published
-        self.job: BackgroundSnapshotJob
-
-    @property
-    def done(self) -> bool:
-        self.job.try_complete()
-        return self.job.done and bool(self._world.call_on_rank_0(self.label, lambda: not self._thread.is_alive()))
-
-    def wait(self, timeout: float | None = None) -> Version | None:
-        end = None if timeout is None else monotonic() + timeout
-
-        def wait_for_thread() -> bytes | None:
-            version = super(RankPublishHandle, self).wait(None if end is None else max(end - monotonic(), 0))
-            return None if version is None else seal_record(version)
-
-        try:
-            sealed = self._world.call_on_rank_0(self.label, wait_for_thread) if self.job.wait(timeout) else None
-        except Exception:
-            self._is_error_raised = True
-            raise
-        if sealed is None:
-            return None
-        while self.rows:
-            self.rows.pop().record_publish()
-        return unseal_record(Version, sealed)
+from .publish_handle import PublishHandle, RankPublishHandle
 
 
 class PublishingModel(ModelSnapshots):
@@ -161,7 +69,7 @@ class PublishingModel(ModelSnapshots):
         Raises:
             OptionError: If the rows are on a GPU, or an argument is invalid.
             SnapshotError: If the model contains no embedding.
-            ServingError: If ranks share the rows, and the folder is locked or unwritable.
+            ServingError: If ranks share the rows, and the folder is locked, unwritable or not the same on all ranks.
         """
         if self.__publish is not None:
             self.__publish.wait_for_next()
@@ -184,15 +92,17 @@ class PublishingModel(ModelSnapshots):
             old = {} if rebase else find_reusable(target.read_latest(), encoding)
             return {name: embedding.snapshot.id for name, embedding in old.items()}
 
-        def publish_rows(rows: list[LiveRows], tensors: dict[str, Tensor]) -> Version:
-            return publish_sources(target, rows, encoding, tensors, keep, check, rebase, allow_older=True)
+        def publish_rows(rows: list[LiveRows], tensors: dict[str, Tensor], is_locked: bool = False) -> Version:
+            return publish_sources(target, rows, encoding, tensors, keep, check, rebase, True, is_locked)
 
         def publish(set_can_train: Callable[[], None]) -> Version:
             with ExitStack() as ending:
                 last_ids = find_last_ids()
                 with lock_between_steps(managers, awaits_step=True, finishes_saves=True):
+                    known_ids = _find_known_ids(world, managers, consumer, last_ids)
                     rows = [
-                        _make_rows(world, manager, secrets.token_hex(16), consumer, last_ids) for manager in managers
+                        LiveRows(manager, secrets.token_hex(16), id, consumer)
+                        for manager, id in zip(managers, known_ids, strict=True)
                     ]
                     for each in rows:
                         each.open_image(ending)
@@ -204,67 +114,80 @@ class PublishingModel(ModelSnapshots):
                 return version
 
         if world.size > 1:
-            self.__publish = self._publish_on_ranks(label, consumer, target, find_last_ids, publish_rows)
+            handle: PublishHandle = _publish_on_ranks(
+                self, world, managers, label, consumer, target, find_last_ids, publish_rows
+            )
         else:
-            self.__publish = PublishHandle(label, publish)
-            self.__publish.start()
-        return self.__publish
-
-    def _publish_on_ranks(
-        self,
-        label: str,
-        consumer: str,
-        target: ServingFolder,
-        find_last_ids: Callable[[], dict[str, str]],
-        publish_rows: Callable[[list[LiveRows], dict[str, Tensor]], Version],
-    ) -> RankPublishHandle:
-        """Begin a publish of rows that ranks share. The folder stays locked until it ends, because it has the rows."""
-        managers, world = self._list_managers(), find_world(self._require_embeddings())
-        locked, ending = ExitStack(), ExitStack()
-
-        def begin() -> tuple[str, list[str], dict[str, str]]:
-            locked.enter_context(target.lock("a publish", create=True))
-            parts = target.make_parts_folder()
-            locked.callback(shutil.rmtree, parts, ignore_errors=True)
-            for manager in managers:
-                (parts / manager.name).mkdir()
-            return str(parts), [secrets.token_hex(16) for _ in managers], find_last_ids()
-
-        def publish(set_can_train: Callable[[], None]) -> Version:
-            set_can_train()
-            with locked:
-                return publish_rows(rows, tensors)
-
-        handle = RankPublishHandle(label, publish, world)
-        with undo_on_error(locked.close):
-            parts, ids, last_ids = world.call_on_rank_0(label, begin)
-            for manager in managers:
-                manager.wait_for_save()
-            with lock_between_steps(managers, finishes_saves=True):
-                world.call_on_all_ranks(label, lambda: [manager.check_not_saving() for manager in managers])
-                rows = [_make_rows(world, *pair, consumer, last_ids) for pair in zip(managers, ids, strict=True)]
-                tensors = _copy_dense_weights(self) if world.rank == 0 else {}
-                saves: list[TableSave] = [
-                    ShardSave(each, Path(parts, manager.name), HashShard(world.rank, world.size))
-                    for each, manager in zip(rows, managers, strict=True)
-                ]
-                if world.rank == 0:
-                    ending.push(lambda kind, *_: handle.start() if kind is None else locked.close())
-                part = CheckpointPart(label, lambda: None, ending)
-                handle.rows = [*rows]
-                handle.job = BackgroundSnapshotJob(world, label, saves, NewSnapshots(), part)
-                handle.job.yields_to_saves = True
-                for manager in managers:
-                    manager.set_background_save(handle.job)
+            handle = PublishHandle(label, publish)
+            handle.start()
+        self.__publish = handle
         return handle
 
 
-def _make_rows(world: World, manager: Any, id: str, consumer: str, last_ids: dict[str, str]) -> LiveRows:
-    """Make the source of an embedding's rows. It has only changes if all ranks know what changed since the last."""
-    since = last_ids.get(manager.name)
-    is_known = since is not None and manager.local.table.observers.knows_changes_since(since, consumer)
-    is_known = all(world.handshake(f"a publish of embedding {manager.name!r}", payload=is_known).payloads)
-    return LiveRows(manager, consumer, id, since if is_known else None)
+def _publish_on_ranks(
+    model: PublishingModel,
+    world: World,
+    managers: list[Any],
+    label: str,
+    consumer: str,
+    target: ServingFolder,
+    find_last_ids: Callable[[], dict[str, str]],
+    publish_rows: Callable[..., Version],
+) -> RankPublishHandle:
+    """Begin a publish of rows that ranks share. The folder stays locked until it ends, because it has the rows."""
+    locked, ending = ExitStack(), ExitStack()
+
+    def begin() -> tuple[str, list[str], dict[str, str]]:
+        locked.enter_context(target.lock("a publish", create=True))
+        parts = target.make_parts_folder([manager.name for manager in managers])
+        locked.callback(shutil.rmtree, parts, ignore_errors=True)
+        return parts.name, [secrets.token_hex(16) for _ in managers], find_last_ids()
+
+    def publish(set_can_train: Callable[[], None]) -> Version:
+        set_can_train()
+        with locked:
+            return publish_rows(rows, tensors, is_locked=True)
+
+    def prepare() -> tuple[list[LiveRows], list[TableSave], dict[str, Tensor]]:
+        if not parts.is_dir():
+            remedy = "give all ranks the path of the same folder"
+            raise ServingError(f"{str(target.path)!r} on rank {world.rank} is not the folder of rank 0: {remedy}")
+        for manager in managers:
+            manager.check_not_saving()
+        rows = [LiveRows(*each, consumer) for each in zip(managers, ids, known_ids, strict=True)]
+        saves: list[TableSave] = [
+            ShardSave(each, target, parts / manager.name, HashShard(world.rank, world.size))
+            for each, manager in zip(rows, managers, strict=True)
+        ]
+        return rows, saves, _copy_dense_weights(model) if world.rank == 0 else {}
+
+    with undo_on_error(locked.close):
+        parts_name, ids, last_ids = world.call_on_rank_0(f"{label}: begin", begin)
+        parts = target.path / parts_name
+        for manager in managers:
+            manager.wait_for_save()
+        with lock_between_steps(managers, finishes_saves=True):
+            known_ids = _find_known_ids(world, managers, consumer, last_ids)
+            rows, saves, tensors = world.call_on_all_ranks(f"{label}: rows", prepare)
+            handle = RankPublishHandle(label, publish, world, rows)
+            if world.rank == 0:
+                ending.push(lambda kind, *_: None if kind is None and handle.try_start() else locked.close())
+            part = CheckpointPart(label, lambda: None, ending, yields_to_saves=True)
+            handle.job = BackgroundSnapshotJob(world, label, saves, NewSnapshots(), part)
+            for manager in managers:
+                manager.set_background_save(handle.job)
+    return handle
+
+
+def _find_known_ids(world: World, managers: list[Any], consumer: str, last_ids: Mapping[str, str]) -> list[str | None]:
+    """Returns each embedding's id in `last_ids` if all ranks know what changed since, and otherwise None."""
+    ids: list[str | None] = []
+    for manager in managers:
+        id = last_ids.get(manager.name)
+        is_known = id is not None and manager.local.table.observers.knows_changes_since(id, consumer)
+        op = f"a publish of embedding {manager.name!r}"
+        ids.append(id if all(world.handshake(op, payload=is_known).payloads) else None)
+    return ids
 
 
 def _copy_dense_weights(model: Any) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,14 @@ IDS = 200
 
 
 class Model(tierbed.Graph):
-    def __init__(self, world: Any, path: Path, store: str = "host", optimizer: Any = torch.optim.Adam) -> None:
+    def __init__(self, world: Any, path: Path, store: str = "host") -> None:
         super().__init__()
         self.users, self.items = (
             make(options(store, path), name=name, tables=2, world=world) for name in ("users", "items")
         )
         torch.manual_seed(0)
         self.top = nn.Linear(self.users.dim, 1)
-        self.add_optimizer(optimizer(self.parameters(), lr=0.1))
+        self.add_optimizer(torch.optim.Adam(self.parameters(), lr=0.1))
         self.step = 0
 
     def build(self, ids: torch.Tensor) -> torch.Tensor:
@@ -118,6 +119,11 @@ def errors_are_raised_on_all_ranks(world: Any, path: Path) -> None:
     model.train(3)
     assert "encoding" in fails(lambda: model.publish(served, "float16" if world.rank else "int8"), GroupError)
     assert "encoding='int9'" in fails(lambda: model.publish(served, "int9"), OptionError)
+    elsewhere = served if world.rank == 0 else path / "elsewhere"
+    assert "elsewhere" in fails(lambda: model.publish(elsewhere), GroupError)
+    model.top.register_buffer("values", torch.empty(1, device="meta"))  # which only rank 0 copies
+    assert "meta" in fails(lambda: model.publish(served), GroupError)
+    del model.top.values
     assert model.publish(served, "float32").wait() is not None
     for waits in (True, False):
         model.train(2)
@@ -163,6 +169,19 @@ def saves_wait_and_closes_give_up(world: Any, path: Path) -> None:
 @pytest.mark.parametrize("case", [errors_are_raised_on_all_ranks, saves_wait_and_closes_give_up])
 def test_ranks_agree_on(tmp_path: Path, case: Any) -> None:
     run_kept(2, case, tmp_path)
+
+
+def publish_slowly(world: Any, path: Path) -> None:
+    model = Model(world, path / "store")
+    model.train(3)
+    handle = model.publish(path / "served", check=lambda _: time.sleep(4))
+    assert handle.wait(0.1) is None
+    assert handle.wait() is not None
+    model.train(1)
+
+
+def test_a_publish_may_take_longer_than_ranks_wait_for_each_other(tmp_path: Path) -> None:
+    run_ranks(2, publish_slowly, tmp_path, timeout=3)
 
 
 def killed_in_a_publish(world: Any, path: Path) -> None:
