@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import groupby
 from threading import Condition, RLock
 from time import perf_counter
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
 from .. import _core
 from ..errors import ClosedError
-from ..row_format import BUCKETS, ROW_KEY_DTYPE, Change, Chunks, Keys, TableIds
+from ..row_format import BUCKETS, ROW_KEY_DTYPE, Change, Chunks, Keys, RowArray, TableIds
 from ..threads import POLL_SECONDS
 from .interfaces import TableImage
 from .merging import merge_sorted, replace_rows
 
 MAX_BEFORE_IMAGE_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 20  # bytes per chunk; steps wait while a chunk is read
-CHANGES_CHUNK_ROWS = 1 << 8  # rows per chunk of an `IncrementImage`; fewer, because each row may be a read of the disk
-LOCK_SECONDS = 4e-3  # an `IncrementImage` reads chunks for this long while steps wait
+CHANGES_READ_ROWS = 1 << 8  # rows that an `IncrementImage` reads at once; few, because each may be a read of the disk
+CHANGES_CHUNK_ROWS = 1 << 12  # rows per chunk of an `IncrementImage`
+LOCK_SECONDS = 4e-3  # an `IncrementImage` reads rows for this long while steps wait
 
 
 class Image(Protocol):
@@ -167,37 +169,51 @@ class MemoryImage(Image):
         return self._table_image
 
 
+class _Read(NamedTuple):
+    """What an `IncrementImage` read at once: rows[begin:end], and the keys of rows that did not exist."""
+
+    bucket: int
+    rows: RowArray
+    begin: int
+    end: int
+    missing: RowArray
+
+
 class IncrementImage(MemoryImage):
     """An image of a list of rows, for an incremental snapshot. On a CPU only."""
 
     def chunks(self) -> Iterator[Change]:  # type: ignore[override]
         """Yield all listed rows, and the keys of listed rows that did not exist."""
-        changes = self._read_changes()
+        reads = self._read_rows()
         while True:
-            with self._hold_lock():  # for many chunks: a wait for a step is longer than the read of a small bucket
-                end, chunks = perf_counter() + LOCK_SECONDS, list[Change]()
-                for chunk in changes:
-                    chunks.append(chunk)
-                    if perf_counter() >= end:
+            with self._hold_lock():  # for many reads: a wait for a step is longer than the read of a small bucket
+                limit, done = perf_counter() + LOCK_SECONDS, list[_Read]()
+                for read in reads:
+                    done.append(read)
+                    if perf_counter() >= limit:
                         break
-            if not chunks:
+            if not done:
                 return
-            yield from chunks
+            for (bucket, _), group in groupby(done, key=lambda read: (read.bucket, id(read.rows))):
+                parts = [*group]
+                yield bucket, parts[0].rows[parts[0].begin : parts[-1].end], np.concatenate([p.missing for p in parts])
 
-    def _read_changes(self) -> Iterator[Change]:
-        """Yield the chunks. The caller holds the lock."""
+    def _read_rows(self) -> Iterator[_Read]:
+        """Read a few rows at a time. The caller holds the lock."""
         for bucket in range(BUCKETS):
             self._require_open().open_bucket(bucket)
+            rows, end = np.empty(0, self._dtype), 0
             while True:
-                rows = np.empty(CHANGES_CHUNK_ROWS, self._dtype)
-                image = cast(_core.TableImage, self._require_open())
-                count = image.read_next(rows.view(np.uint8))
+                if end == len(rows):
+                    rows, end = np.empty(CHANGES_CHUNK_ROWS, self._dtype), 0
+                begin, image = end, cast(_core.TableImage, self._require_open())
+                end += image.read_next(rows[begin : begin + CHANGES_READ_ROWS].view(np.uint8))
                 tables, keys = image.take_missing_keys()
-                if not count and not len(keys):
+                if end == begin and not len(keys):
                     break
                 missing = np.empty(len(keys), ROW_KEY_DTYPE)
                 missing["table"], missing["key"] = tables, keys
-                yield bucket, rows[:count], missing
+                yield _Read(bucket, rows, begin, end, missing)
 
 
 class CachedDiskImage(IncrementImage):

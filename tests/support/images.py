@@ -22,6 +22,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three rows of Adagrad at once, so that much happens within a bucket."""
     size = 3 * row_dtype(2 * DIM).itemsize
     monkeypatch.setattr(image, "CHUNK_BYTES", size)
+    monkeypatch.setattr(image, "CHANGES_READ_ROWS", 2)
     monkeypatch.setattr(image, "CHANGES_CHUNK_ROWS", 3)
     monkeypatch.setattr(rocksdb, "SCAN_BYTES", size)
 
