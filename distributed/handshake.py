@@ -146,7 +146,7 @@ def _describe_difference(reports: Sequence[Mapping[str, Any]]) -> str:
     if any(report["op"] != reports[0]["op"] for report in reports):
         calls = "; ".join(f"rank {rank}: {report['op']}" for rank, report in enumerate(reports))
         return (
-            f"ranks are in different calls, {calls}; all ranks must make lookups, steps and saves of embeddings with a "
+            f"ranks are in different calls, {calls}; all ranks must make lookups, steps, saves and publishes with a "
             "World in the same order"
         )
     values = [report["same"] for report in reports]

@@ -25,7 +25,7 @@ from ..engine.durable import (
     remove_folder,
     write_atomically,
 )
-from ..engine.errors import ServingError, undo_on_error
+from ..engine.errors import OptionError, ServingError, undo_on_error
 from ..engine.threads import POLL_SECONDS
 from ..snapshots.store.lock import FileLock, InUseError
 from .version import Current, Pending, ServedFile, Version, seal_record, unseal_record
@@ -52,6 +52,8 @@ class ServingFolder:
     """A folder that a publisher fills with versions, and that readers open. Only a publish or a pull creates it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+            raise OptionError(f"folder={path!r}: give the path of a serving folder")
         self.path = Path(path).expanduser().absolute()
         self._versions, self.files = self.path / "versions", self.path / "files"
 

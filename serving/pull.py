@@ -31,6 +31,7 @@ def pull(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Vers
     origin, target = ServingFolder(source), ServingFolder(folder)
     if origin.path.resolve() == target.path.resolve():
         raise OptionError(f"folder={str(folder)!r} is the source: give the path of the copy")
+    origin.read_current()  # before the copy's folder is made
     if (target.path / PENDING).exists():
         remedy = "give a publisher's folder first, and the folder of the copy second"
         raise ServingError(f"{str(target.path)!r} is the folder of a publisher: {remedy}")

@@ -93,7 +93,7 @@ class BackgroundSnapshotJob:
     def _raise_if_dropped(self, chunks: Chunks) -> Chunks:
         for chunk in chunks:
             if self._drop_event.is_set():
-                raise StoreError("the embedding was closed before all ranks wrote it")
+                raise StoreError("the embedding was closed before all ranks wrote their rows")
             yield chunk
 
     def _report_ended(self, index: int | None, error: BaseException | None = None) -> None:
@@ -174,7 +174,8 @@ class BackgroundSnapshotJob:
         if self._world.size == 1 or self._end_event.is_set():
             return
         self._end_event.set()
-        self._error = StoreError(f"{self.label} was not saved: the embedding was closed before all ranks wrote it")
+        problem = "its embeddings were closed, or the program ended, before all ranks wrote their rows"
+        self._error = StoreError(f"{self.label} was not saved: {problem}; call its wait() first")
         self._drop_event.set()
         with suppress(StoreError), self._part.ending, self._new_snapshots:
             for save in self._saves:

@@ -11,6 +11,7 @@ from time import monotonic
 from ...distributed.world import World
 from ...embedding.saving.background_saving import BackgroundSnapshotJob
 from ...engine import _core
+from ...engine.errors import ServingError, TierbedError
 from ...engine.threads import POLL_SECONDS, Thread
 from ...serving.version import Version, seal_record, unseal_record
 from .live_rows import LiveRows
@@ -41,7 +42,7 @@ class PublishHandle:
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> Version | None:
-        """Wait until the publish ends, for at most `timeout` seconds.
+        """Wait until the publish ends, for at most `timeout` seconds. With several ranks, the shortest limit applies.
 
         Returns:
             The version, or None if the publish still runs.
@@ -102,13 +103,18 @@ class RankPublishHandle(PublishHandle):
         end = inf if timeout is None else monotonic() + timeout
 
         def wait_briefly() -> tuple[bool, bytes | None]:  # the other ranks wait in a collective, which has a time limit
-            version = super(RankPublishHandle, self).wait(max(0, min(POLL_SECONDS, end - monotonic())))
+            try:
+                version = super(RankPublishHandle, self).wait(max(0, min(POLL_SECONDS, end - monotonic())))
+            except Exception as error:
+                kind = type(error) if isinstance(error, TierbedError) else ServingError
+                raise kind(f"{self.label} failed: {error}") from error
             sealed = None if version is None else seal_record(version)
             return sealed is not None or monotonic() >= end, sealed
 
         try:
-            if not self.job.wait(timeout):
-                return None
+            while not self.job.wait(timeout):
+                if timeout is not None:
+                    return None
         except Exception:
             self._is_error_raised = self.job.done
             raise

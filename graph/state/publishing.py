@@ -69,6 +69,7 @@ class PublishingModel(ModelSnapshots):
         Raises:
             OptionError: If the rows are on a GPU, or an argument is invalid.
             SnapshotError: If the model contains no embedding.
+            GroupError: If ranks pass different arguments.
             ServingError: If ranks share the rows, and the folder is locked, unwritable or not the same on all ranks.
         """
         if self.__publish is not None:
@@ -85,7 +86,8 @@ class PublishingModel(ModelSnapshots):
                     "snapshots, and publish them with tierbed.serving.publish"
                 )
 
-        world.call_on_all_ranks(label, check_call, {"encoding": encoding, "keep": keep, "rebase": rebase})
+        shared_values = {"folder": str(target.path), "encoding": encoding, "keep": keep, "rebase": rebase}
+        world.call_on_all_ranks("graph.publish", check_call, shared_values)
 
         def find_last_ids() -> dict[str, str]:
             """Returns by name of each embedding what the folder's last version has, if its files can be used again."""

@@ -183,7 +183,7 @@ def test_a_save_in_the_background_has_the_rows_of_its_begin(world: World, tmp_pa
         name = "again" if how == "twice" else "s"
         assert stored(place / name) == in_order(np.frombuffer(b"".join(shares), rows.dtype))
         return
-    with pytest.raises(StoreError, match="closed before all ranks wrote it"):
+    with pytest.raises(StoreError, match="before all ranks wrote their rows; call its wait"):
         save.wait()
     assert all(name.startswith(".tmp-") for name in os.listdir(place))
     with opened(world, tmp_path, store) as embedding:

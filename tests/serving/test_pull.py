@@ -77,8 +77,12 @@ def test_only_missing_files_are_copied(tmp_path: Path) -> None:
     after = {path.name: path.stat().st_ino for path in copy.files.iterdir()}
     assert len(after.keys() - inodes.keys()) == 1
     assert inodes.items() <= after.items()
-    with pytest.raises(OptionError, match="is the source"):
-        pull(copy.path, tmp_path / "." / "copy")
+    for arguments, named in (((copy.path, tmp_path / "." / "copy"), "is the source"), (("", "x"), "folder=''")):
+        with pytest.raises(OptionError, match=named):
+            pull(*arguments)
+    with pytest.raises(ServingError, match="has no file CURRENT"):
+        pull(tmp_path / "nothing", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_damaged_source_changes_nothing(tmp_path: Path) -> None:
