@@ -169,7 +169,7 @@ def test_what_one_rank_cannot_do_is_refused_on_all(world: World, tmp_path: Path)
     steps(graph, part(world)[2:3])
     saving = graph.save(tmp_path / "dropped", background=True)
     graph.rows.close()
-    assert "dropped' was not saved: the embedding was closed" in fails(saving.wait, StoreError)  # type: ignore[union-attr]
+    assert "dropped' was not saved: its embeddings were closed" in fails(saving.wait, StoreError)  # type: ignore[union-attr]
     world.sum(torch.zeros(1))  # each rank drops its part
     assert sorted(os.listdir(tmp_path)) == ["a", "c", "d", "file"]
 
