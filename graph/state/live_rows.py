@@ -1,4 +1,4 @@
-"""The rows that `graph.publish` publishes: those of one step, of a table that goes on being trained."""
+"""The rows of one step that `graph.publish` publishes while training goes on."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LiveRows:
         self._read: Callable[[], Iterator[Change]]  # set by `open_image` or `read_files`
 
     def open_image(self, ending: ExitStack) -> None:
-        """Read the rows from an image, which `ending` closes."""
+        """Read the rows from an image. `ending` closes the image."""
         save = self.table.observers.begin_foreground_save(f"a publish of {self.label}", self.since, self.consumer)
         ending.callback(save.end)
         self._read = lambda: self.settle(save.chunks())
